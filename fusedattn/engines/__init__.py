@@ -1,0 +1,1 @@
+"""The engines: who computes a problem that has been checked."""

@@ -1,0 +1,127 @@
+"""The exceptions of fusedattn.
+
+::
+
+    FusedAttnError
+    ├── SpecError (ValueError)                 an argument is wrong: shape, dtype, device, value or type
+    ├── EngineRefusal (NotImplementedError)    the problem is well formed, but no engine that may be used computes it
+    └── RunFileError (ValueError)              a YAML run file is wrong
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class FusedAttnError(Exception):
+    """Base class of every exception that fusedattn raises on purpose.
+
+    Example:
+        >>> issubclass(SpecError, FusedAttnError) and issubclass(SpecError, ValueError)
+        True
+    """
+
+
+class SpecError(FusedAttnError, ValueError):
+    """An argument breaks a rule; raised also where its type is wrong.
+
+    Args:
+        argument: Name of the argument at fault.
+        expected: The rule, as a noun phrase.
+        got: What came instead.
+        hint: What to do about it, as a sentence; may be empty.
+        function: Public function that was called; may be empty.
+
+    Example:
+        >>> str(SpecError("q", "a tensor of rank 4", "rank 3", "Add the batch axis."))
+        "argument 'q': expected a tensor of rank 4, got rank 3. Add the batch axis."
+    """
+
+    def __init__(self, argument: str, expected: str, got: str, hint: str = "", function: str = "") -> None:
+        self.argument, self.expected, self.got, self.hint, self.function = (argument, expected, got, hint, function)
+        message = f"argument '{argument}': expected {expected}, got {got}."
+        if function:
+            message = f"{function}: {message}"
+        super().__init__(f"{message} {hint}".rstrip())
+
+    def __reduce__(self) -> tuple[type[SpecError], tuple[str, str, str, str, str]]:
+        return type(self), (self.argument, self.expected, self.got, self.hint, self.function)
+
+
+class EngineRefusal(FusedAttnError, NotImplementedError):
+    """A well-formed problem that the engine named by the caller, or every engine, refuses.
+
+    Args:
+        engine: The word that the caller passed as ``engine``.
+        refused: For each engine that was considered, the reasons of the rules that failed.
+        able: The engines that could compute the problem.
+
+    Example:
+        >>> print(EngineRefusal("cudnn", {"cudnn": ("dtype: must be float16 or bfloat16, got float32",)}, ("torch",)))
+        engine='cudnn' cannot compute this problem:
+          cudnn: dtype: must be float16 or bfloat16, got float32
+        Engines that can: torch. Pass engine='auto' to let fusedattn choose.
+    """
+
+    def __init__(self, engine: str, refused: Mapping[str, tuple[str, ...]], able: tuple[str, ...]) -> None:
+        self.engine, self.refused, self.able = engine, dict(refused), able
+        lines = [f"engine='{engine}' cannot compute this problem:"]
+        lines += [f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons]
+        if able:
+            lines.append(f"Engines that can: {', '.join(able)}. Pass engine='auto' to let fusedattn choose.")
+        else:
+            lines.append("No engine of this installation can.")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[EngineRefusal], tuple[str, dict[str, tuple[str, ...]], tuple[str, ...]]]:
+        return type(self), (self.engine, self.refused, self.able)
+
+
+class RunFileError(FusedAttnError, ValueError):
+    """A YAML run file, or a file that it names, cannot be used.
+
+    Example:
+        >>> str(RunFileError("problems.0.layout: unknown word 't3h'"))
+        "problems.0.layout: unknown word 't3h'"
+    """
+
+
+def public_border(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a public function: a ``SpecError`` from inside leaves it once more, naming the function.
+
+    Args:
+        names: From argument names used inside ("qkv") to those of the function's signature ("QKV").
+
+    Returns:
+        The decorator.
+
+    Raises:
+        SpecError: From the decorated function, without the inner traceback.
+
+    Example:
+        >>> @public_border({"qkv": "QKV"})
+        ... def f():
+        ...     raise SpecError("qkv", "rank 4", "rank 3")
+        >>> f()
+        Traceback (most recent call last):
+        fusedattn.errors.SpecError: f: argument 'QKV': expected rank 4, got rank 3.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def bordered(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return function(*args, **kwargs)
+            except SpecError as error:
+                argument = names.get(error.argument, error.argument)
+                name = function.__name__
+                raise SpecError(argument, error.expected, error.got, error.hint, name) from None
+
+        return bordered
+
+    return decorate

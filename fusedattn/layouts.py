@@ -1,0 +1,93 @@
+"""Layouts to logical views and back: which tensors a layout has, and where Q, K, V lie in them.
+
+Logical views are ``[B, H, S, D]`` for dense formats and ``[T, H, D]`` for the ragged one; they share memory with the
+tensors they are made from, so a result written into the view of a gradient lands in the packed buffer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fusedattn.enums import NVTE_QKV_Layout
+
+
+class Layout(NamedTuple):
+    """One layout.
+
+    Attributes:
+        format: ``thd``, ``bshd``, ``sbhd`` or ``bhsd``, the same for Q, K and V.
+        operands: Names of the tensors a caller passes.
+        packed: For each operand, the number of matrices along its packing axis 1 (1: there is no such axis).
+        packing: Suffix of the functions that take this layout; empty for separate tensors.
+    """
+
+    format: str
+    operands: tuple[str, ...]
+    packed: tuple[int, ...]
+    packing: str
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences lie behind each other on a token axis."""
+        return self.format == "thd"
+
+
+_SEPARATE = (("q", "k", "v"), (1, 1, 1), "")
+LAYOUTS: dict[NVTE_QKV_Layout, Layout] = {
+    NVTE_QKV_Layout.NVTE_T3HD: Layout("thd", ("qkv",), (3,), "qkvpacked"),
+    NVTE_QKV_Layout.NVTE_THD_T2HD: Layout("thd", ("q", "kv"), (1, 2), "kvpacked"),
+    NVTE_QKV_Layout.NVTE_THD_THD_THD: Layout("thd", *_SEPARATE),
+    NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD: Layout("bshd", *_SEPARATE),
+    NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD: Layout("sbhd", *_SEPARATE),
+    NVTE_QKV_Layout.NVTE_BHSD_BHSD_BHSD: Layout("bhsd", *_SEPARATE),
+}
+
+
+def logical(format: str, tensor: Tensor) -> Tensor:
+    """View a tensor of one format as ``[B, H, S, D]``, or ``[T, H, D]`` where the format is ``thd``.
+
+    Args:
+        format: ``thd``, ``bshd``, ``sbhd`` or ``bhsd``.
+        tensor: ``[T, H, D]`` or rank 4 in that order of axes; any dtype and strides.
+
+    Returns:
+        A view of ``tensor``.
+
+    Raises:
+        KeyError: An unknown format.
+
+    Example:
+        >>> import torch
+        >>> logical("sbhd", torch.empty(5, 2, 3, 4)).shape
+        torch.Size([2, 3, 5, 4])
+    """
+    permutation = {"thd": (0, 1, 2), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}[format]
+    return tensor.permute(permutation)
+
+
+def unpack(layout: Layout, operands: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Logical views of Q, K and V in a layout's operands.
+
+    Args:
+        layout: The layout.
+        operands: One tensor for each of ``layout.operands``, packed ones ``[T, 3 | 2, H, D]``.
+
+    Returns:
+        Q, K and V: ``[T, H, D]`` in ragged layouts, ``[B, H, S, D]`` in dense ones.
+
+    Raises:
+        Nothing; shapes are checked by ``spec``.
+
+    Example:
+        >>> import torch
+        >>> qkv = torch.arange(6).view(1, 3, 1, 2)
+        >>> unpack(LAYOUTS[NVTE_QKV_Layout.NVTE_T3HD], (qkv,))[1].tolist()
+        [[[2, 3]]]
+    """
+    parts: list[Tensor] = []
+    for tensor, count in zip(operands, layout.packed, strict=True):
+        parts += [tensor] if count == 1 else tensor.unbind(1)
+    q, k, v = (logical(layout.format, part) for part in parts)
+    return q, k, v

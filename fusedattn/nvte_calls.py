@@ -1,0 +1,229 @@
+"""What the four nvte functions share: the workspace protocol, outputs in place, and the auxiliary pack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fusedattn import arguments
+from fusedattn.autograd import attend
+from fusedattn.calls import attention_request, layout_for, tracing
+from fusedattn.enums import NVTE_Bias_Type
+from fusedattn.errors import SpecError
+from fusedattn.nvte_pack import bias_of_pack, check_record, checked_pack, engine_of_pack, fill_pack, record_of
+from fusedattn.ops import differentiate
+from fusedattn.outputs import check_like, check_no_overlap
+from fusedattn.runtime import Request, backward, forward, lse_dtype, lse_shape, out_shape, resolve, workspace_bytes
+from fusedattn.tensor_pack import SKIP, NVTETensorPack, Workspace, _Skip
+
+Output: TypeAlias = Tensor | _Skip | None
+
+
+class Forward(NamedTuple):
+    """Result of a forward: ``O``, and the pack, which is empty after inference."""
+
+    O: Tensor  # noqa: E741
+    Aux_Output_Tensors: NVTETensorPack
+
+
+class BackwardQKVPacked(NamedTuple):
+    """Result of ``nvte_fused_attn_bwd_qkvpacked``; None for what was skipped, and for dBias without a bias."""
+
+    dQKV: Tensor | None
+    dBias: Tensor | None
+
+
+class BackwardKVPacked(NamedTuple):
+    """Result of ``nvte_fused_attn_bwd_kvpacked``; None for what was skipped, and for dBias without a bias."""
+
+    dQ: Tensor | None
+    dKV: Tensor | None
+    dBias: Tensor | None
+
+
+class Words(NamedTuple):
+    """The scalar arguments of one call, as they came."""
+
+    packing: Literal["qkvpacked", "kvpacked"]
+    qkv_layout: object
+    bias_type: object
+    attn_mask_type: object
+    engine: object
+    attn_scale: object
+    dropout: object
+
+
+class Lengths(NamedTuple):
+    """The length arguments of one call, as they came."""
+
+    cu_seqlens_q: object
+    cu_seqlens_kv: object
+    max_seqlen_q: object
+    max_seqlen_kv: object
+
+
+def _request(
+    direction: str, words: Words, operands: Mapping[str, object], bias: object, lengths: Lengths, rng_state: object,
+    is_training: object, deterministic: object,
+) -> Request:  # fmt: skip
+    layout = layout_for(words.packing, "qkv_layout", words.qkv_layout, prefix=f"nvte_fused_attn_{direction}")
+    bias_type = NVTE_Bias_Type.parse(words.bias_type, "bias_type")
+    return attention_request(
+        layout, operands, bias, bias_type, words.attn_mask_type, *lengths, words.attn_scale, words.dropout, rng_state,
+        is_training, deterministic, words.engine,
+    )  # fmt: skip
+
+
+def run_forward(
+    words: Words,
+    operands: Mapping[str, Tensor],
+    bias: Tensor | None,
+    lengths: Lengths,
+    rng_state: Tensor | None,
+    is_training: bool,
+    s_scale: Tensor | None,
+    out: Tensor | None,
+    pack: NVTETensorPack | None,
+    workspace: Workspace | None,
+    stream: torch.cuda.Stream | None,
+) -> tuple[Tensor, NVTETensorPack]:
+    """Run or query a forward; arguments as in ``nvte_fused_attn_fwd_*``."""
+    arguments.optional_tensor("S", s_scale)
+    pack = checked_pack("Aux_Output_Tensors", NVTETensorPack() if pack is None else pack)
+    if not pack.is_query():
+        hint = "Pass NVTETensorPack() or None."
+        raise SpecError("Aux_Output_Tensors", "an empty pack or one that a query filled", f"{pack!r}", hint)
+    query = _is_query(workspace)
+    if query and rng_state is None:
+        # A query draws no random numbers.
+        rng_state = torch.zeros(2, dtype=torch.int64, device=arguments.tensor(*next(iter(operands.items()))).device)
+    request = _request("fwd", words, operands, bias, lengths, rng_state, is_training, False)
+    shape, first = out_shape(request.layout, request.operands), request.operands[0]
+    if arguments.optional_tensor("O", out) is not None:
+        assert out is not None
+        check_like("O", out, shape, first.dtype, first.device)
+    if tracing(request):
+        result, lse = attend(request)
+        out = result if out is None else out.copy_(result)
+        fill_pack(pack, request, lse, is_training, None)
+        return out, pack
+    resolved = resolve(request)
+    if query:
+        assert workspace is not None
+        workspace.size_bytes = max(1, workspace_bytes(request))
+        lse = torch.empty(lse_shape(request.layout, request.operands), dtype=lse_dtype(first.dtype), device="meta")
+        fill_pack(pack, request, lse, is_training, None)
+        return torch.empty(shape, dtype=first.dtype, device="meta"), pack
+    _check_workspace(workspace, request)
+    if out is not None:
+        check_no_overlap({"O": out}, dict(_inputs(request)))
+    with _on(stream, first):
+        out, lse = forward(request, out, resolved)
+        fill_pack(pack, request, lse, is_training, record_of(request, resolved))
+    return out, pack
+
+
+def run_backward(
+    words: Words,
+    operands: Mapping[str, Tensor],
+    lengths: Lengths,
+    out: Tensor,
+    dout: Tensor,
+    s_scale: Tensor | None,
+    dp_scale: Tensor | None,
+    pack: NVTETensorPack,
+    outputs: Mapping[str, Output],
+    dbias: Output,
+    workspace: Workspace | None,
+    stream: torch.cuda.Stream | None,
+    deterministic: bool | None,
+) -> tuple[Tensor | None, ...]:
+    """Run or query a backward; arguments as in ``nvte_fused_attn_bwd_*``."""
+    for name, value in (("S", s_scale), ("dP", dp_scale)):
+        arguments.optional_tensor(name, value)
+    pack = checked_pack("Aux_CTX_Tensors", pack)
+    words = words._replace(engine=engine_of_pack(pack, words.engine, words.dropout))
+    bias_type = NVTE_Bias_Type.parse(words.bias_type, "bias_type")
+    bias = bias_of_pack(pack, bias_type is not NVTE_Bias_Type.NVTE_NO_BIAS)
+    request = _request("bwd", words, operands, bias, lengths, pack["rng_state"], True, deterministic)
+    first, shape = request.operands[0], out_shape(request.layout, request.operands)
+    for name, tensor in (("O", out), ("dO", dout)):
+        check_like(name, arguments.tensor(name, tensor), shape, first.dtype, first.device)
+    lse_size = (*lse_shape(request.layout, request.operands), 1)
+    check_like("Aux_CTX_Tensors['softmax_lse']", pack["softmax_lse"], lse_size, lse_dtype(first.dtype), first.device)
+    like: dict[str, Tensor | None] = {**dict(zip(outputs, request.operands, strict=True)), "dBias": bias}
+    written = {name: _checked_output(name, value, like[name]) for name, value in [*outputs.items(), ("dBias", dbias)]}
+    if tracing(request):
+        return _traced_backward(request, dout, out, pack["softmax_lse"][..., 0], written, like)
+    resolved = resolve(request)
+    check_record(pack, request, resolved)
+    if _is_query(workspace):
+        assert workspace is not None
+        workspace.size_bytes = max(1, workspace_bytes(request))
+        return tuple(_allocated(value, like[name], "meta") for name, value in written.items())
+    _check_workspace(workspace, request)
+    inputs: dict[str, Tensor] = dict(_inputs(request)) | {"O": out, "dO": dout, "softmax_lse": pack["softmax_lse"]}
+    check_no_overlap({name: value for name, value in written.items() if isinstance(value, Tensor)}, inputs)
+    with _on(stream, first):
+        *gradients, bias_gradient = (_allocated(value, like[name]) for name, value in written.items())
+        backward(request, dout, None, out, pack["softmax_lse"][..., 0], gradients, bias_gradient, resolved)
+    return (*gradients, bias_gradient)
+
+
+def _checked_output(name: str, value: Output, like: Tensor | None) -> Output:
+    if value is None or value is SKIP:
+        return value
+    if like is None:
+        raise SpecError(
+            name, "None, since there is no bias", f"a tensor of shape {list(arguments.tensor(name, value).shape)}"
+        )
+    tensor = arguments.tensor(name, value)
+    check_like(name, tensor, like.shape, like.dtype, like.device)
+    return tensor
+
+
+def _allocated(value: Output, like: Tensor | None, device: str | None = None) -> Tensor | None:
+    """The tensor to write: the caller's, a new one where None came, and None for what is skipped or absent."""
+    if value is SKIP or like is None:
+        return None
+    if isinstance(value, Tensor) and device is None:
+        return value
+    return torch.empty_like(like, device=device)
+
+
+def _traced_backward(
+    request: Request, dout: Tensor, out: Tensor, lse: Tensor, written: Mapping[str, Output], like: Mapping[str, Any]
+) -> tuple[Tensor | None, ...]:
+    need = [value is not SKIP and like[name] is not None for name, value in written.items()]
+    results = differentiate(request, dout, None, out, lse, need)
+    return tuple(
+        None if not needed else value.copy_(result) if isinstance(value, Tensor) else result
+        for value, needed, result in zip(written.values(), need, results, strict=True)
+    )
+
+
+def _inputs(request: Request) -> Iterator[tuple[str, Tensor]]:
+    yield from ((f"operand {index}", tensor) for index, tensor in enumerate(request.operands))
+    for name in ("bias", "cu_seqlens_q", "cu_seqlens_kv", "rng_state"):
+        tensor = getattr(request, name)
+        if tensor is not None:
+            yield name, tensor
+
+
+def _is_query(workspace: object) -> bool:
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise SpecError("workspace", "a Workspace or None", type(workspace).__name__)
+    return workspace is not None and workspace.is_query()
+
+
+def _check_workspace(workspace: Workspace | None, request: Request) -> None:
+    if workspace is not None:
+        workspace.check(workspace_bytes(request), request.operands[0].device)
+
+
+def _on(stream: torch.cuda.Stream | None, first: Tensor) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None or not first.is_cuda else torch.cuda.stream(stream)

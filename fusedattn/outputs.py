@@ -1,0 +1,91 @@
+"""Checks of tensors that a caller passes to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fusedattn.errors import SpecError
+from fusedattn.spec import dtype_word
+
+
+def check_like(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """See that a tensor has the right shape, dtype and device.
+
+    Args:
+        name: The argument.
+        tensor: What came.
+        shape, dtype, device: What is right.
+
+    Raises:
+        SpecError: One of them differs.
+
+    Example:
+        >>> check_like("O", torch.empty(2, 3), (2, 4), torch.float32, torch.device("cpu"))
+        Traceback (most recent call last):
+        fusedattn.errors.SpecError: argument 'O': expected shape [2, 4], got shape [2, 3].
+    """
+    if tuple(tensor.shape) != tuple(shape):
+        raise SpecError(name, f"shape {list(shape)}", f"shape {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise SpecError(name, f"dtype {dtype_word(dtype)}", dtype_word(tensor.dtype))
+    if tensor.device != device:
+        raise SpecError(name, f"a tensor on {device}", f"one on {tensor.device}", f"Move it with .to('{device}').")
+
+
+def check_no_overlap(written: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> None:
+    """See that no written tensor shares an element with itself, with another, or with one that is read.
+
+    Args:
+        written: Argument names to tensors that will be written.
+        read: Argument names to tensors that will be read.
+
+    Raises:
+        SpecError: Two of them overlap.
+
+    Example:
+        >>> x = torch.zeros(4)
+        >>> check_no_overlap({"O": x[::2]}, {"QKV": x[1::2]})
+        >>> check_no_overlap({"O": x[1:]}, {"QKV": x[:2]})
+        Traceback (most recent call last):
+        fusedattn.errors.SpecError: argument 'O': expected memory of its own, got elements shared with 'QKV'. \
+Pass a new tensor, or None.
+    """
+    done: dict[str, Tensor] = {}
+    for name, tensor in written.items():
+        for other_name, other in {**read, **done}.items():
+            if _overlap(tensor, other):
+                got = f"elements shared with '{other_name}'"
+                raise SpecError(name, "memory of its own", got, "Pass a new tensor, or None.")
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            hint = "Pass a tensor that is not expanded, or None."
+            raise SpecError(name, "one element of memory for each element", f"strides {tensor.stride()}", hint)
+        done[name] = tensor
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device or a.is_meta:
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    a_range, b_range = _byte_range(a), _byte_range(b)
+    if a_range.stop <= b_range.start or b_range.stop <= a_range.start:
+        return False
+    # The ranges meet, as those of two views of one packed tensor do: mark each byte.
+    first = min(a_range.start, b_range.start)
+    touched = torch.zeros(max(a_range.stop, b_range.stop) - first, dtype=torch.bool)
+    _bytes_of(a, touched, a_range.start - first).fill_(True)
+    return bool(_bytes_of(b, touched, b_range.start - first).any())
+
+
+def _byte_range(tensor: Tensor) -> range:
+    start = tensor.storage_offset() * tensor.element_size()
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return range(start, start + extent * tensor.element_size())
+
+
+def _bytes_of(tensor: Tensor, marks: Tensor, offset: int) -> Tensor:
+    size = tensor.element_size()
+    return marks.as_strided((*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1), offset)
