@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from fusedattn.settings import settings
+
 _Clear = TypeVar("_Clear", bound=Callable[[], None])
-_CLEARERS: list[Callable[[], None]] = []
+_CLEARERS: list[Callable[[], None]] = [settings.cache_clear]
 
 
 def on_clear(clear: _Clear) -> _Clear:

@@ -1,4 +1,8 @@
-"""The four ``nvte_fused_attn_*`` functions of TransformerEngine's C API, argument for argument."""
+"""The four ``nvte_fused_attn_*`` functions of TransformerEngine's C API, argument for argument.
+
+Each mirrors the function of its name in TransformerEngine 0.9; autograd does not differentiate them, but
+``fused_attention_qkvpacked`` and ``fused_attention_kvpacked``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,6 @@ from fusedattn.nvte_calls import (
 )
 from fusedattn.tensor_pack import NVTETensorPack, Workspace
 
-# Names inside to names in the signatures.
 _BIAS_NAMES = {"bias": "Bias", "attn_bias_type": "bias_type"}
 _QKVPACKED = {"qkv": "QKV", "cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen", "max_seqlen_kv": "max_seqlen"}
 _KVPACKED = {"q": "Q", "kv": "KV"}
@@ -76,9 +79,6 @@ def nvte_fused_attn_fwd_qkvpacked(
     Raises:
         SpecError: An argument is wrong; the message names it.
         EngineRefusal: No engine that may compute the problem takes it.
-
-    Mirrors TransformerEngine 0.9's function of the same name; not differentiable by autograd
-    (``fused_attention_qkvpacked`` is).
 
     Example:
         >>> QKV, cu_seqlens = torch.zeros(5, 3, 1, 2), torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -141,14 +141,11 @@ def nvte_fused_attn_bwd_qkvpacked(
             bias was changed in place since the forward.
         EngineRefusal: No engine that may compute the problem takes it.
 
-    Mirrors TransformerEngine 0.9's function of the same name.
-
     Example:
         >>> QKV, cu_seqlens = torch.zeros(2, 3, 1, 1), torch.tensor([0, 2], dtype=torch.int32)
         >>> call = (2, 1.0, 0.0, "t3hd", "no_bias", "padding")
         >>> O, pack = nvte_fused_attn_fwd_qkvpacked(QKV, None, None, None, None, cu_seqlens, None, 2, True, *call[1:])
-        >>> dO = torch.ones(2, 1, 1)
-        >>> dQKV = nvte_fused_attn_bwd_qkvpacked(QKV, O, dO, None, None, pack, None, None, cu_seqlens, *call).dQKV
+        >>> dQKV = nvte_fused_attn_bwd_qkvpacked(QKV, O, O + 1, None, None, pack, None, None, cu_seqlens, *call).dQKV
         >>> dQKV[:, 2].flatten().tolist()
         [1.0, 1.0]
     """
@@ -204,9 +201,6 @@ def nvte_fused_attn_fwd_kvpacked(
     Raises:
         SpecError: An argument is wrong; the message names it.
         EngineRefusal: No engine that may compute the problem takes it.
-
-    Mirrors TransformerEngine 0.9's function of the same name; not differentiable by autograd
-    (``fused_attention_kvpacked`` is).
 
     Example:
         >>> Q, KV, cu_seqlens = torch.zeros(2, 1, 1), torch.ones(3, 2, 1, 1), torch.tensor([0, 2])
@@ -285,8 +279,6 @@ def nvte_fused_attn_bwd_kvpacked(
     Raises:
         SpecError: As ``nvte_fused_attn_bwd_qkvpacked``.
         EngineRefusal: No engine that may compute the problem takes it.
-
-    Mirrors TransformerEngine 0.9's function of the same name.
 
     Example:
         >>> Q, KV, cu_seqlens = torch.zeros(2, 1, 1), torch.ones(2, 2, 1, 1), torch.tensor([0, 2])

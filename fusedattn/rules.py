@@ -46,7 +46,6 @@ class Rule(NamedTuple):
     kind: RuleKind
 
 
-_TORCH_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NOT_HERE = "this release computes fused attention with the torch engine only"
 
 
@@ -91,13 +90,6 @@ RULES: dict[Engine, tuple[Rule, ...]] = {
     ),
     Engine.torch: (
         _FP8,
-        Rule(
-            "dtype",
-            lambda spec: not _no_float8(spec) or all(dtype in _TORCH_DTYPES for dtype in _dtypes(spec)),
-            "tensors must be float16, bfloat16, float32 or float64",
-            _dtype_words,
-            RuleKind.refused_by_library,
-        ),
         Rule(
             "capture",
             lambda spec: not (spec.dropout and spec.capturing),

@@ -9,7 +9,6 @@ import functools
 import os
 from typing import NamedTuple
 
-from fusedattn.cache import on_clear
 from fusedattn.errors import SpecError
 
 
@@ -42,6 +41,3 @@ def settings() -> Settings:
     if value not in ("0", "1"):
         raise SpecError("FUSEDATTN_VALIDATE", "0 or 1", repr(value), "Set or unset the environment variable.")
     return Settings(validate_values=value == "1")
-
-
-on_clear(settings.cache_clear)
