@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from fusedattn.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
 from fusedattn.errors import SpecError
@@ -155,7 +154,7 @@ class AttentionSpec(BaseModel):
         return 0 if self.format.ragged else _AXES[self.format.format].index("S")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> AttentionSpec:
         self._check_operands()
         self._check_agreement()
         self._check_cu_seqlens()

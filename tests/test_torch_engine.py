@@ -21,8 +21,13 @@ def lengths(*sizes: int) -> Lengths:
 
 
 def test_neighbours_of_equal_length_are_one_run() -> None:
-    found = [(run.batch, run.size, run.start_q, run.length_q) for run in runs(lengths(3, 3, 0, 5, 3), ragged=True)]
-    assert found == [(0, 2, 0, 3), (2, 1, 6, 0), (3, 1, 6, 5), (4, 1, 11, 3)]
+    found = [(run.batches, run.length_q) for run in runs(lengths(300, 300, 0, 500, 300))]
+    assert found == [((0, 1), 300), ((3,), 500), ((4,), 300), ((2,), 0)]
+
+
+def test_short_sequences_of_equal_length_are_one_run_wherever_they_lie() -> None:
+    found = [(run.batches, run.length_q) for run in runs(lengths(3, 5, 3, 0, 3, 0))]
+    assert found == [((0, 2, 4), 3), ((1,), 5), ((3, 5), 0)]
 
 
 def test_equal_lengths_are_one_call_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

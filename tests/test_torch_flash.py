@@ -15,7 +15,7 @@ NAN, INF = math.nan, math.inf
 
 def group(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None, scale: float = 0.3) -> Group:
     return Group(
-        q, k, v, bias, pre_scale=False, causal=causal, attn_scale=scale, dropout=0.0, pattern=None, first_batch=0,
+        q, k, v, bias, pre_scale=False, causal=causal, attn_scale=scale, dropout=0.0, pattern=None, batches=[0],
         lengths_q=None, lengths_kv=None, exact=True,
     )  # fmt: skip
 

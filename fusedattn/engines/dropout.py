@@ -6,6 +6,8 @@ backward agree however the scores are cut into compute tiles, and any part of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -36,7 +38,7 @@ class DropoutPattern:
         self._threshold = np.uint32(min(round(dropout * 2**32), 2**32 - 1))
         self._device = rng_state.device
 
-    def keep(self, batches: range, heads: range, rows: range, keys: int) -> Tensor:
+    def keep(self, batches: Sequence[int], heads: range, rows: range, keys: int) -> Tensor:
         """The keep mask of a block.
 
         Args:

@@ -5,7 +5,7 @@ The blocks bound memory: no score tile is larger than ``TILE_ELEMENTS``, or 64 r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class Group(NamedTuple):
         attn_scale: Factor of the scores.
         dropout: Probability.
         pattern: The keep masks, where dropout is above 0.
-        first_batch: Index of the first sequence, which the pattern depends on.
+        batches: Indices of the sequences, which the pattern depends on.
         lengths_q, lengths_kv: Integer ``[n]`` on the device, or None: rows from there on are padding, and hold zeros.
         exact: Whether numbers that are not finite may lie at dead pairs.
     """
@@ -54,7 +54,7 @@ class Group(NamedTuple):
     attn_scale: float
     dropout: float
     pattern: DropoutPattern | None
-    first_batch: int
+    batches: Sequence[int]
     lengths_q: Tensor | None
     lengths_kv: Tensor | None
     exact: bool
@@ -134,9 +134,8 @@ def _scaled_rows(group: Group, block: _Block, dtype: torch.dtype) -> Tensor:
 
 def _keep(group: Group, block: _Block) -> Tensor:
     assert group.pattern is not None
-    batches = range(group.first_batch + block.n.start, group.first_batch + block.n.stop)
     return group.pattern.keep(
-        batches, range(block.h.start, block.h.stop), range(block.rows.start, block.rows.stop), block.keys
+        group.batches[block.n], range(block.h.start, block.h.stop), range(block.rows.start, block.rows.stop), block.keys
     )
 
 

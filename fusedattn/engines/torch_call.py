@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from fusedattn.engines.base import Problem
 from fusedattn.engines.dropout import DropoutPattern
 from fusedattn.engines.torch_blocks import Group
+from fusedattn.engines.torch_sequences import batch_index
 from fusedattn.enums import NVTE_Bias_Type, NVTE_Mask_Type
 
 # Elements of one operand in a step: bounds what a step copies and what the flash operators allocate for it.
@@ -32,10 +33,10 @@ class Call:
             assert problem.rng_state is not None
             self._pattern = DropoutPattern(problem.rng_state, problem.dropout)
 
-    def group(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Group:
-        """The sequences from ``first`` on, whose operands ``[n, H, S, D]`` are given, as a group without padding."""
+    def group(self, q: Tensor, k: Tensor, v: Tensor, batches: Sequence[int]) -> Group:
+        """Sequences, whose operands ``[n, H, S, D]`` are given, as a group without padding."""
         problem = self.problem
-        bias = bias_of_group(problem.bias, first, q.shape[0], q.shape[2], k.shape[2])
+        bias = bias_of_group(problem.bias, batches, q.shape[2], k.shape[2])
         return Group(
             q=q,
             k=k,
@@ -46,18 +47,19 @@ class Call:
             attn_scale=problem.attn_scale,
             dropout=problem.dropout,
             pattern=self._pattern,
-            first_batch=first,
+            batches=batches,
             lengths_q=None,
             lengths_kv=None,
             exact=False,
         )
 
 
-def bias_of_group(bias: Tensor | None, first: int, count: int, rows: int, keys: int) -> Tensor | None:
-    """The part of a bias, or of its gradient, that ``count`` sequences of these lengths touch."""
+def bias_of_group(bias: Tensor | None, batches: Sequence[int], rows: int, keys: int) -> Tensor | None:
+    """The part of a bias, or of its gradient, that sequences touch: a copy where each has its own and they are no
+    neighbours, else a view."""
     if bias is None:
         return None
-    part = bias if bias.shape[0] == 1 else bias[first : first + count]
+    part = bias if bias.shape[0] == 1 else bias[batch_index(batches)]
     return part[:, :, : rows if part.shape[2] != 1 else 1, :keys]
 
 
@@ -90,4 +92,4 @@ def steps(group: Group) -> Iterator[tuple[Group, slice, slice]]:
             ns, hs = slice(i, min(n, i + n_step)), slice(j, min(h, j + h_step))
             q, k, v = (tensor[ns, hs] for tensor in (group.q, group.k, group.v))
             bias = bias_of_step(group.bias, ns, hs)
-            yield group._replace(q=q, k=k, v=v, bias=bias, first_batch=group.first_batch + i), ns, hs
+            yield group._replace(q=q, k=k, v=v, bias=bias, batches=group.batches[ns]), ns, hs

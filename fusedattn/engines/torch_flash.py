@@ -39,7 +39,7 @@ def flash_forward(group: Group) -> tuple[Tensor, Tensor] | None:
 
     Example:
         >>> x = torch.zeros(1, 1, 2, 1)
-        >>> group = Group(x, x, x, None, False, False, 1.0, 0.0, None, 0, None, None, False)
+        >>> group = Group(x, x, x, None, False, False, 1.0, 0.0, None, [0], None, None, False)
         >>> round(flash_forward(group)[1][0, 0, 0].item(), 4)
         0.6931
         >>> flash_forward(group._replace(q=x * float("nan"))) is None

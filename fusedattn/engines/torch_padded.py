@@ -102,7 +102,7 @@ class _Padded:
             count = min(step, lengths.batch - first)
             q = self.q.gather(problem.q, first, count)
             k, v = (self.kv.gather(tensor, first, count) for tensor in (problem.k, problem.v))
-            group = self._call.group(q, k, v, first)._replace(
+            group = self._call.group(q, k, v, range(first, first + count))._replace(
                 lengths_q=_part(self.q.lengths, first, count),
                 lengths_kv=_part(self.kv.lengths, first, count),
                 exact=self._exact,
@@ -144,7 +144,7 @@ def backward_padded(
             None if target is None else torch.zeros_like(operand)
             for target, operand in zip(gradients[:3], (group.q, group.k, group.v), strict=True)
         ]
-        bias = bias_of_group(gradients.bias, first, count, group.q.shape[2], group.k.shape[2])
+        bias = bias_of_group(gradients.bias, group.batches, group.q.shape[2], group.k.shape[2])
         dout_part, lse_part = (padded.q.gather(tensor, first, count) for tensor in (dout, lse))
         dlse_part = None if dlse is None else padded.q.gather(dlse, first, count)
         backward_group(group, dout_part, dlse_part, lse_part, Gradients(parts[0], parts[1], parts[2], bias))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from fusedattn.engines.base import Gradients
@@ -9,31 +11,38 @@ from fusedattn.engines.torch_blocks import Group, backward_group, forward_group
 from fusedattn.engines.torch_call import Call, bias_of_group, bias_of_step, steps
 from fusedattn.engines.torch_flash import flash_backward, flash_forward
 from fusedattn.engines.torch_math import INF, all_finite
-from fusedattn.engines.torch_sequences import Run, fill_uncovered, rows_of, runs
+from fusedattn.engines.torch_sequences import Run, RunRows, batch_index, fill_uncovered, runs
+
+
+def _runs(call: Call) -> Iterator[tuple[Run, RunRows, RunRows]]:
+    lengths = call.problem.lengths
+    for run in runs(lengths):
+        rows_q = RunRows(run.batches, run.length_q, lengths.q, call.ragged)
+        yield run, rows_q, RunRows(run.batches, run.length_kv, lengths.kv, call.ragged)
+
+
+def _group(call: Call, run: Run, rows_q: RunRows, rows_kv: RunRows) -> Group:
+    problem = call.problem
+    return call.group(rows_q.read(problem.q), rows_kv.read(problem.k), rows_kv.read(problem.v), run.batches)
 
 
 def forward_runs(call: Call, out: Tensor, lse: Tensor) -> None:
     """Compute a call; see ``AttentionEngine.forward``."""
-    lengths, ragged = call.problem.lengths, call.ragged
-    fill_uncovered(out, lengths.q, ragged, 0.0)
-    fill_uncovered(lse, lengths.q, ragged, -INF)
-    for run in runs(lengths, ragged):
+    side, ragged = call.problem.lengths.q, call.ragged
+    fill_uncovered(out, side, ragged, 0.0)
+    fill_uncovered(lse, side, ragged, -INF)
+    for run, rows_q, rows_kv in _runs(call):
         if run.length_q == 0:
             continue
-        run_out, run_lse = (rows_of(tensor, run, run.start_q, run.length_q, ragged) for tensor in (out, lse))
         if run.length_kv == 0:
-            run_out.zero_()
-            run_lse.fill_(-INF)
+            rows_q.fill(out, 0.0)
+            rows_q.fill(lse, -INF)
             continue
-        for group, ns, hs in steps(_group(call, run)):
+        run_out, run_lse = rows_q.room(out), rows_q.room(lse)
+        for group, ns, hs in steps(_group(call, run, rows_q, rows_kv)):
             _forward_step(group, run_out[ns, hs], run_lse[ns, hs])
-
-
-def _group(call: Call, run: Run) -> Group:
-    problem, ragged = call.problem, call.ragged
-    q = rows_of(problem.q, run, run.start_q, run.length_q, ragged)
-    k, v = (rows_of(tensor, run, run.start_kv, run.length_kv, ragged) for tensor in (problem.k, problem.v))
-    return call.group(q, k, v, run.batch)
+        rows_q.write(out, run_out)
+        rows_q.write(lse, run_lse)
 
 
 def _forward_step(group: Group, out: Tensor, lse: Tensor) -> None:
@@ -53,27 +62,36 @@ def backward_runs(
     for gradient, side in ((gradients.q, lengths.q), (gradients.k, lengths.kv), (gradients.v, lengths.kv)):
         if gradient is not None:
             fill_uncovered(gradient, side, ragged, 0.0)
-    for run in runs(lengths, ragged):
-        of_q = [_rows(tensor, run, run.start_q, run.length_q, ragged) for tensor in (dout, dlse, out, lse, gradients.q)]
-        of_kv = [_rows(tensor, run, run.start_kv, run.length_kv, ragged) for tensor in (gradients.k, gradients.v)]
+    for run, rows_q, rows_kv in _runs(call):
+        rows = ((rows_q, gradients.q), (rows_kv, gradients.k), (rows_kv, gradients.v))
+        asked = [(where, gradient) for where, gradient in rows if gradient is not None]
         if run.length_q == 0 or run.length_kv == 0:
-            for gradient in (of_q[4], *of_kv):
-                if gradient is not None:
-                    gradient.zero_()
+            for where, gradient in asked:
+                where.fill(gradient, 0.0)
             continue
-        dbias = bias_of_group(gradients.bias, run.batch, run.size, run.length_q, run.length_kv)
-        for group, ns, hs in steps(_group(call, run)):
-            run_dout, run_dlse, run_out, run_lse, dq = (None if t is None else t[ns, hs] for t in of_q)
-            dk, dv = (None if t is None else t[ns, hs] for t in of_kv)
-            assert run_dout is not None
-            assert run_out is not None
-            assert run_lse is not None
-            parts = Gradients(dq, dk, dv, bias_of_step(dbias, ns, hs))
-            _backward_step(group, run_dout, run_dlse, run_out, run_lse, parts)
+        dq, dk, dv = (None if gradient is None else where.room(gradient) for where, gradient in rows)
+        dbias = bias_of_group(gradients.bias, run.batches, run.length_q, run.length_kv)
+        run_dlse = None if dlse is None else rows_q.read(dlse)
+        run_dout, run_out, run_lse = (rows_q.read(tensor) for tensor in (dout, out, lse))
+        for group, ns, hs in steps(_group(call, run, rows_q, rows_kv)):
+            parts = Gradients(_step(dq, ns, hs), _step(dk, ns, hs), _step(dv, ns, hs), bias_of_step(dbias, ns, hs))
+            given = run_dout[ns, hs], _step(run_dlse, ns, hs), run_out[ns, hs], run_lse[ns, hs]
+            _backward_step(group, *given, parts)
+        for (where, gradient), part in zip(rows, (dq, dk, dv), strict=True):
+            if gradient is not None and part is not None:
+                where.write(gradient, part)
+        _write_bias(gradients.bias, dbias, run)
 
 
-def _rows(tensor: Tensor | None, run: Run, start: int, length: int, ragged: bool) -> Tensor | None:
-    return None if tensor is None else rows_of(tensor, run, start, length, ragged)
+def _step(part: Tensor | None, ns: slice, hs: slice) -> Tensor | None:
+    return None if part is None else part[ns, hs]
+
+
+def _write_bias(target: Tensor | None, part: Tensor | None, run: Run) -> None:
+    """Bring the sums of a run home where its sequences are no neighbours, so that ``part`` is a copy."""
+    index = batch_index(run.batches)
+    if target is not None and part is not None and target.shape[0] != 1 and isinstance(index, list):
+        target[index, :, : part.shape[2], : part.shape[3]] = part
 
 
 def _backward_step(

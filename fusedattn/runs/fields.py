@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import InitErrorDetails, PydanticCustomError
-from typing_extensions import Self
 
 from fusedattn.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
 from fusedattn.errors import SpecError
@@ -81,7 +80,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _word_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _word_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
         try:
             return handler(data)
         except ValidationError as err:
