@@ -37,8 +37,9 @@ def tensor(name: str, value: object) -> Tensor:
     """
     if not isinstance(value, Tensor):
         raise SpecError(name, "a torch.Tensor", _type(value))
-    if value.layout is not torch.strided:
-        raise SpecError(name, "a dense (strided) tensor", f"layout {value.layout}", "Convert it to a dense tensor.")
+    if value.layout is not torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise SpecError(name, "a dense (strided) tensor", got, "Convert it to a dense tensor.")
     return value
 
 
@@ -86,7 +87,10 @@ def number(name: str, value: object) -> float:
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SpecError(name, "a real number", _type(value))
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise SpecError(name, "a number within float64", "one beyond it") from None
 
 
 def probability(name: str, value: object) -> float:
@@ -110,10 +114,9 @@ def probability(name: str, value: object) -> float:
     expected = "a probability p with 0 <= p < 1"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SpecError(name, expected, _type(value))
-    p = float(value)
-    if not 0.0 <= p < 1.0:
-        raise SpecError(name, expected, repr(p))
-    return p
+    if not 0 <= value < 1:  # type: ignore[operator]
+        raise SpecError(name, expected, f"{value!r:.60}")
+    return float(value)
 
 
 def max_seqlen(name: str, value: object) -> int | None:
@@ -139,6 +142,6 @@ def max_seqlen(name: str, value: object) -> int | None:
     expected = "an integer of at least 0 or None"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise SpecError(name, expected, _type(value))
-    if value < 0:
-        raise SpecError(name, expected, str(value))
+    if not 0 <= int(value) < 2**31:
+        raise SpecError(name, f"{expected}, below 2**31", f"{int(value):d}"[:60])
     return int(value)

@@ -83,6 +83,7 @@ def fused_attention(
         >>> round(fused_attention(q, q, v, bias)[0, 0, 0, 0].item(), 4)
         3.0
     """
+    arguments.flag("return_lse", return_lse)
     layout = layout_for("", "qkv_layout", qkv_layout)
     out, lse = attend(
         attention_request(
@@ -90,7 +91,7 @@ def fused_attention(
             max_seqlen_q, max_seqlen_kv, attn_scale, dropout, rng_state, is_training, deterministic, engine,
         )
     )  # fmt: skip
-    return (out, lse) if arguments.flag("return_lse", return_lse) else out
+    return (out, lse) if return_lse else out
 
 
 @public_border({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen", "max_seqlen_kv": "max_seqlen"})
@@ -140,6 +141,7 @@ def fused_attention_qkvpacked(
         >>> fused_attention_qkvpacked(qkv, cu_seqlens=cu_seqlens)[:, 0, 0].tolist()
         [0.5, 0.5, 3.0, 3.0, 3.0]
     """
+    arguments.flag("return_lse", return_lse)
     layout = layout_for("qkvpacked", "qkv_layout", qkv_layout)
     out, lse = attend(
         attention_request(
@@ -147,7 +149,7 @@ def fused_attention_qkvpacked(
             attn_scale, dropout, rng_state, is_training, deterministic, engine,
         )
     )  # fmt: skip
-    return (out, lse) if arguments.flag("return_lse", return_lse) else out
+    return (out, lse) if return_lse else out
 
 
 @public_border({})
@@ -201,6 +203,7 @@ def fused_attention_kvpacked(
         >>> fused_attention_kvpacked(q, kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv).flatten().tolist()
         [1.0, 5.0]
     """
+    arguments.flag("return_lse", return_lse)
     layout = layout_for("kvpacked", "qkv_layout", qkv_layout)
     out, lse = attend(
         attention_request(
@@ -208,4 +211,4 @@ def fused_attention_kvpacked(
             max_seqlen_q, max_seqlen_kv, attn_scale, dropout, rng_state, is_training, deterministic, engine,
         )
     )  # fmt: skip
-    return (out, lse) if arguments.flag("return_lse", return_lse) else out
+    return (out, lse) if return_lse else out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from enum import Enum
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from fusedattn.errors import SpecError
 
@@ -23,18 +23,6 @@ class _Named(Enum):
         """The member's canonical short name, in lower case."""
         name = self.name.removeprefix("NVTE_").lower()
         return name if name == "no_mask" else name.removesuffix("_mask")
-
-    @classmethod
-    def spellings(cls: type[_Member]) -> dict[str, _Member]:
-        """Every spelling in lower case, aliases included, to its member."""
-        found: dict[str, _Member] = {}
-        for name, member in cls.__members__.items():
-            full = name.lower()
-            short = full.removeprefix("nvte_")
-            stem = short.removesuffix("_mask").removesuffix("_bias")
-            for spelling in (full, short, "none" if stem == "no" else stem):
-                found[spelling] = member
-        return found
 
     @classmethod
     def parse(cls: type[_Member], value: object, argument: str) -> _Member:
@@ -56,21 +44,45 @@ class _Named(Enum):
         """
         if isinstance(value, cls):
             return value
-        words = ", ".join(f"'{member.word}'" for member in cls)
-        expected = f"a {cls.__name__} or one of {words}"
-        if isinstance(value, (int, float)):
-            hint = "Pass the name: the numbers changed meaning between releases of TransformerEngine."
-            raise SpecError(argument, expected, f"the number {value!r}", hint)
-        if not isinstance(value, str):
-            raise SpecError(argument, expected, f"{value!r} of type {type(value).__name__}")
-        spellings = cls.spellings()
-        key = value.strip().lower().replace("-", "_").replace(" ", "_")
-        if key in spellings:
-            return spellings[key]
-        near = difflib.get_close_matches(key, spellings, n=1, cutoff=0.5)
-        raise SpecError(argument, expected, repr(value), f"Did you mean '{spellings[near[0]].word}'?" if near else "")
+        member = _SPELLINGS[cls].get(_key(value)) if isinstance(value, str) else None
+        if member is None:
+            raise _refusal(cls, value, argument)
+        return cast(_Member, member)
 
 
+# Every spelling in lower case, aliases included, to its member; built once, since compiled programs look words up too.
+_SPELLINGS: dict[type[_Named], dict[str, _Named]] = {}
+
+
+def _register(cls: type[_Member]) -> type[_Member]:
+    found = _SPELLINGS.setdefault(cls, {})
+    for name, member in cls.__members__.items():
+        full = name.lower()
+        short = full.removeprefix("nvte_")
+        stem = short.removesuffix("_mask").removesuffix("_bias")
+        for spelling in (full, short, "none" if stem == "no" else stem):
+            found[spelling] = member
+    return cls
+
+
+def _key(word: str) -> str:
+    return word.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def _refusal(cls: type[_Named], value: object, argument: str) -> SpecError:
+    words = ", ".join(f"'{member.word}'" for member in cls)
+    expected = f"a {cls.__name__} or one of {words}"
+    if isinstance(value, (int, float)):
+        hint = "Pass the name: the numbers changed meaning between releases of TransformerEngine."
+        return SpecError(argument, expected, f"the number {value!r}", hint)
+    if not isinstance(value, str):
+        return SpecError(argument, expected, f"{value!r} of type {type(value).__name__}")
+    spellings = _SPELLINGS[cls]
+    near = difflib.get_close_matches(_key(value), spellings, n=1, cutoff=0.5)
+    return SpecError(argument, expected, repr(value), f"Did you mean '{spellings[near[0]].word}'?" if near else "")
+
+
+@_register
 class NVTE_QKV_Layout(_Named):
     """How Q, K and V lie in memory: tensors separated by ``_``, outermost axis first, ``t`` for ragged tokens.
 
@@ -90,6 +102,7 @@ class NVTE_QKV_Layout(_Named):
     NVTE_NOT_INTERLEAVED = 14
 
 
+@_register
 class NVTE_Bias_Type(_Named):
     """Where the bias is added: nowhere, ``softmax(scale * (P + bias))``, or ``softmax(scale * P + bias)``.
 
@@ -103,6 +116,7 @@ class NVTE_Bias_Type(_Named):
     NVTE_POST_SCALE_BIAS = 2
 
 
+@_register
 class NVTE_Mask_Type(_Named):
     """Which keys of its own sequence a query sees: all, those within the lengths, or those not after it (top-left).
 
@@ -116,6 +130,7 @@ class NVTE_Mask_Type(_Named):
     NVTE_CAUSAL_MASK = 2
 
 
+@_register
 class Engine(str, _Named):
     """Who computes: ``auto`` chooses; an engine named by the caller never falls back.
 
@@ -130,6 +145,7 @@ class Engine(str, _Named):
     torch = "torch"
 
 
+@_register
 class Direction(str, _Named):
     """Forward or backward.
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -91,8 +92,15 @@ class RunFileError(FusedAttnError, ValueError):
     """
 
 
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text in which arguments stand between backticks, with those names replaced."""
+    return re.sub(r"`(\w+)`", lambda match: f"`{names.get(match[1], match[1])}`", text)
+
+
 def public_border(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorate a public function: a ``SpecError`` from inside leaves it once more, naming the function.
+
+    Other arguments that its texts mention, between backticks, get the function's names as well.
 
     Args:
         names: From argument names used inside ("qkv") to those of the function's signature ("QKV").
@@ -119,8 +127,8 @@ def public_border(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Call
                 return function(*args, **kwargs)
             except SpecError as error:
                 argument = names.get(error.argument, error.argument)
-                name = function.__name__
-                raise SpecError(argument, error.expected, error.got, error.hint, name) from None
+                expected, got, hint = (_renamed(text, names) for text in (error.expected, error.got, error.hint))
+                raise SpecError(argument, expected, got, hint, function.__name__) from None
 
         return bordered
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+from fusedattn import arguments
 from fusedattn.attention import fused_attention
 from fusedattn.calls import attention_request, layout_for
 from fusedattn.errors import public_border
@@ -53,7 +54,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     bound.apply_defaults()
     values = bound.arguments
     layout = layout_for("", "qkv_layout", values.pop("qkv_layout"))
-    values.pop("return_lse")
+    arguments.flag("return_lse", values.pop("return_lse"))
     operands = {name: values.pop(name) for name in ("q", "k", "v")}
     request = attention_request(layout, operands, **values, check=False)
     plan = plan_of(request)

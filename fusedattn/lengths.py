@@ -115,7 +115,7 @@ def _side(
         if spec.bias is None or (suffix == "q" and axis == 1):
             hint = "Pass the longest length, or any number above it."
             raise SpecError(
-                name, f"an integer, since cu_seqlens_{suffix} is on {spec.device} and is not read", "None", hint
+                name, f"an integer, since `cu_seqlens_{suffix}` is on {spec.device} and is not read", "None", hint
             )
         max_seqlen = axis
     return Side(cu_seqlens, None, max_seqlen, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -120,7 +120,7 @@ def run_forward(
         return torch.empty(shape, dtype=first.dtype, device="meta"), pack
     _check_workspace(workspace, request)
     if out is not None:
-        check_no_overlap({"O": out}, dict(_inputs(request)))
+        check_no_overlap({"O": out}, _inputs(operands, request))
     with _on(stream, first):
         out, lse = forward(request, out, resolved)
         fill_pack(pack, request, lse, is_training, record_of(request, resolved))
@@ -166,7 +166,7 @@ def run_backward(
         workspace.size_bytes = max(1, workspace_bytes(request))
         return tuple(_allocated(value, like[name], "meta") for name, value in written.items())
     _check_workspace(workspace, request)
-    inputs: dict[str, Tensor] = dict(_inputs(request)) | {"O": out, "dO": dout, "softmax_lse": pack["softmax_lse"]}
+    inputs = _inputs(operands, request) | {"O": out, "dO": dout, "softmax_lse": pack["softmax_lse"]}
     check_no_overlap({name: value for name, value in written.items() if isinstance(value, Tensor)}, inputs)
     with _on(stream, first):
         *gradients, bias_gradient = (_allocated(value, like[name]) for name, value in written.items())
@@ -206,12 +206,11 @@ def _traced_backward(
     )
 
 
-def _inputs(request: Request) -> Iterator[tuple[str, Tensor]]:
-    yield from ((f"operand {index}", tensor) for index, tensor in enumerate(request.operands))
-    for name in ("bias", "cu_seqlens_q", "cu_seqlens_kv", "rng_state"):
-        tensor = getattr(request, name)
-        if tensor is not None:
-            yield name, tensor
+def _inputs(operands: Mapping[str, Tensor], request: Request) -> dict[str, Tensor]:
+    """The tensors that a call reads, by the names of arguments."""
+    tensors = ("bias", "cu_seqlens_q", "cu_seqlens_kv", "rng_state")
+    read = dict(operands) | {name: getattr(request, name) for name in tensors}
+    return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 
 def _is_query(workspace: object) -> bool:

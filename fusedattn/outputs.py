@@ -50,14 +50,14 @@ def check_no_overlap(written: Mapping[str, Tensor], read: Mapping[str, Tensor]) 
         >>> check_no_overlap({"O": x[::2]}, {"QKV": x[1::2]})
         >>> check_no_overlap({"O": x[1:]}, {"QKV": x[:2]})
         Traceback (most recent call last):
-        fusedattn.errors.SpecError: argument 'O': expected memory of its own, got elements shared with 'QKV'. \
+        fusedattn.errors.SpecError: argument 'O': expected memory of its own, got elements shared with `QKV`. \
 Pass a new tensor, or None.
     """
     done: dict[str, Tensor] = {}
     for name, tensor in written.items():
         for other_name, other in {**read, **done}.items():
             if _overlap(tensor, other):
-                got = f"elements shared with '{other_name}'"
+                got = f"elements shared with `{other_name}`"
                 raise SpecError(name, "memory of its own", got, "Pass a new tensor, or None.")
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             hint = "Pass a tensor that is not expanded, or None."

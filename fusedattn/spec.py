@@ -186,17 +186,17 @@ class AttentionSpec(BaseModel):
         for name, spec in zip(layout.operands[1:], self.operands[1:], strict=True):
             lead = layout.operands[0]
             if spec.dtype != first.dtype:
-                expected = f"the dtype of {lead}, {dtype_word(first.dtype)}"
+                expected = f"the dtype of `{lead}`, {dtype_word(first.dtype)}"
                 raise SpecError(name, expected, dtype_word(spec.dtype), "Convert one of them.")
             _check_device(name, spec, first, lead)
             unpacked = spec.shape[:1] + spec.shape[2:] if name == "kv" else spec.shape
             if unpacked[:row] + unpacked[row + 1 :] != first.shape[:row] + first.shape[row + 1 :]:
-                expected = f"the sizes of {lead} {list(first.shape)} in every axis but that of the rows"
+                expected = f"the sizes of `{lead}` {list(first.shape)} in every axis but that of the rows"
                 hint = "Heads and head dimensions of Q, K and V must be equal."
                 raise SpecError(name, expected, f"shape {list(spec.shape)}", hint)
         if len(self.operands) == 3 and self.operands[1].shape != self.operands[2].shape:
             k, v = self.operands[1:]
-            raise SpecError("v", f"the shape of k, {list(k.shape)}", f"shape {list(v.shape)}")
+            raise SpecError("v", f"the shape of `k`, {list(k.shape)}", f"shape {list(v.shape)}")
 
     def _check_cu_seqlens(self) -> None:
         if self.format.ragged and self.cu_seqlens_q is None:
@@ -259,11 +259,11 @@ def check_bias_shape(spec: AttentionSpec, max_seqlen_q: int, max_seqlen_kv: int)
         axes = f"[1|{spec.batch}, 1|{spec.heads}, 1|{max_seqlen_q}, {max_seqlen_kv}]"
         hint = ""
         if spec.format.ragged:
-            hint = "In thd its last axes are max_seqlen_q and max_seqlen_kv, by default the longest sequences."
+            hint = "In thd its last axes are the max_seqlen arguments, by default the longest sequences."
         raise SpecError("bias", f"shape [1|B, 1|H, 1|Sq, Skv] = {axes}", f"shape {list(spec.bias.shape)}", hint)
 
 
 def _check_device(name: str, spec: TensorSpec, first: TensorSpec, lead: str) -> None:
     if spec.device != first.device:
-        expected = f"the device of {lead}, {first.device}"
+        expected = f"the device of `{lead}`, {first.device}"
         raise SpecError(name, expected, str(spec.device), f"Move it with .to('{first.device}').")
