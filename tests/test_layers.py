@@ -19,7 +19,7 @@ LAYERS = (
     "ops autograd calls",
     "nvte_pack nvte_calls nvte attention explain __init__",
     "runs runs.fields runs.config runs.sweeps runs.laws runs.document runs.operands runs.random_inputs",
-    "runs.file_inputs runs.case runs.inputs runs.load runs.budget runs.oracle runs.public_calls runs.sides",
+    "runs.file_inputs runs.case runs.inputs runs.load runs.budget runs.public_calls runs.oracle runs.sides",
     "runs.memory runs.bench runs.verify runs.report",
     "cli",
 )

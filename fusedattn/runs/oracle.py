@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedattn import attention, nvte
 from fusedattn.enums import NVTE_Bias_Type, NVTE_Mask_Type
 from fusedattn.reference import reference_attention
 from fusedattn.runs.budget import Comparison, assert_within_budget, compare
 from fusedattn.runs.case import TO_BHSD, Case
+from fusedattn.runs.public_calls import attend, attend_nvte
 
 __all__ = [
     "Case",
@@ -53,36 +52,19 @@ def run_case(
         ['out', 'lse', 'dqkv']
     """
     backward = dout is not None or dlse is not None
-    *operands, bias = (None if x is None else x.detach().requires_grad_(backward) for x in (*case.operands, case.bias))
-    common: dict[str, Any] = {
-        "qkv_layout": case.layout,
-        "attn_bias_type": case.bias_type,
-        "attn_mask_type": case.mask_type,
-        "attn_scale": case.attn_scale,
-        "dropout": case.dropout,
-        "rng_state": case.rng_state,
-        "is_training": is_training,
-        "return_lse": True,
-        "engine": case.engine,
-    }
-    if case.layout_word == "t3hd":
-        lengths: dict[str, Any] = {"cu_seqlens": case.cu_seqlens_q, "max_seqlen": case.max_seqlen_q}
-        function: Any = attention.fused_attention_qkvpacked
-    else:
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-        lengths = {name: getattr(case, name) for name in names}
-        packed = case.layout_word == "thd_t2hd"
-        function = attention.fused_attention_kvpacked if packed else attention.fused_attention
-    out, lse = function(*operands, bias, **lengths, **common)
+    operands = [x.detach().requires_grad_(backward) for x in case.operands]
+    bias = None if case.bias is None else case.bias.detach().requires_grad_(backward)
+    out, lse = attend(case, operands, bias, is_training)
     return _with_gradients(case, out, lse, [*operands, bias], dout, dlse)
 
 
-def run_case_nvte(case: Case, dout: Tensor | None = None) -> dict[str, Tensor]:
-    """What the four nvte functions compute in training; t3hd and thd_t2hd only.
+def run_case_nvte(case: Case, dout: Tensor | None = None, is_training: bool = True) -> dict[str, Tensor]:
+    """What the four nvte functions compute; t3hd and thd_t2hd only.
 
     Args:
         case: The problem.
         dout: Gradient of out; None computes no gradient.
+        is_training: False switches dropout off and leaves the pack empty, so that there is no lse.
 
     Returns:
         The keys of `run_case`; "lse" is the pack's, without its trailing 1.
@@ -95,28 +77,11 @@ def run_case_nvte(case: Case, dout: Tensor | None = None) -> dict[str, Tensor]:
         >>> run_case_nvte(case)["out"].flatten()
         tensor([1., 1., 1., 1., 1., 1.])
     """
-    one = case.layout_word == "t3hd"
-    max_q, max_kv = case.longest()
-    cu_kv = case.cu_seqlens_q if case.cu_seqlens_kv is None else case.cu_seqlens_kv
-    lengths = (case.cu_seqlens_q,) if one else (case.cu_seqlens_q, cu_kv)
-    sizes = (max_q,) if one else (max_q, max_kv)
-    words = (case.scale, case.dropout, case.layout, case.bias_type, case.mask_type)
-    forward: Any = nvte.nvte_fused_attn_fwd_qkvpacked if one else nvte.nvte_fused_attn_fwd_kvpacked
-    out, pack = forward(
-        *case.operands, case.bias, None, None, None, *lengths, case.rng_state, *sizes, True, *words,
-        engine=case.engine,
-    )  # fmt: skip
-    results = {"out": out, "lse": pack["softmax_lse"].squeeze(-1)}
-    if dout is not None:
-        backward: Any = nvte.nvte_fused_attn_bwd_qkvpacked if one else nvte.nvte_fused_attn_bwd_kvpacked
-        empty = (None,) * len(case.operands)
-        gradients = backward(
-            *case.operands, out, dout, None, None, pack, *empty, None, *lengths, *sizes, *words,
-            engine=case.engine,
-        )  # fmt: skip
-        names = (*_GRADIENTS[case.layout_word], "dbias")
-        results |= {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
-    return results
+    out, pack, gradients = attend_nvte(case, dout, is_training)
+    names = (*_GRADIENTS[case.layout_word], "dbias")
+    found = {name: gradient for name, gradient in zip(names, gradients, strict=False) if gradient is not None}
+    lse = {"lse": pack["softmax_lse"].squeeze(-1)} if "softmax_lse" in pack else {}
+    return {"out": out, **lse, **found}
 
 
 def keep_mask(case: Case) -> Tensor | None:

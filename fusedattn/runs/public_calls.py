@@ -1,7 +1,8 @@
-"""Calls that `oracle` does not make: which engine computes a case, nvte inference, a forward to be timed."""
+"""A case as a call of the public functions: the differentiable ones, the nvte ones, and `explain`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +11,83 @@ from fusedattn import nvte
 from fusedattn.attention import fused_attention, fused_attention_kvpacked, fused_attention_qkvpacked
 from fusedattn.explain import explain
 from fusedattn.runs.case import Case
+from fusedattn.tensor_pack import NVTETensorPack
 
 _SEPARATE = {"t3hd": "thd_thd_thd", "thd_t2hd": "thd_thd_thd"}
+
+
+def attend(
+    case: Case, operands: Sequence[Tensor], bias: Tensor | None, is_training: bool = True
+) -> tuple[Tensor, Tensor]:
+    """out and lse by the differentiable function that belongs to the case's layout.
+
+    Args:
+        case: All arguments but the tensors that may require gradients.
+        operands: Tensors such as `case.operands`.
+        bias: A tensor such as `case.bias`.
+        is_training: False switches dropout off.
+
+    Returns:
+        out, in the format of the layout's q, and lse.
+
+    Raises:
+        FusedAttnError: What the function refuses.
+    """
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+    lengths: dict[str, Any] = {name: getattr(case, name) for name in names}
+    function: Any = fused_attention
+    if case.layout_word == "t3hd":
+        lengths = {"cu_seqlens": case.cu_seqlens_q, "max_seqlen": case.max_seqlen_q}
+        function = fused_attention_qkvpacked
+    elif case.layout_word == "thd_t2hd":
+        function = fused_attention_kvpacked
+    out, lse = function(
+        *operands,
+        bias,
+        **lengths,
+        qkv_layout=case.layout,
+        attn_bias_type=case.bias_type,
+        attn_mask_type=case.mask_type,
+        attn_scale=case.attn_scale,
+        dropout=case.dropout,
+        rng_state=case.rng_state,
+        is_training=is_training,
+        return_lse=True,
+        engine=case.engine,
+    )
+    return out, lse
+
+
+def attend_nvte(
+    case: Case, dout: Tensor | None, is_training: bool = True
+) -> tuple[Tensor, NVTETensorPack, tuple[Tensor | None, ...]]:
+    """The forward of the nvte functions, and the backward where there is something to go back with.
+
+    Args:
+        case: A problem in layout t3hd or thd_t2hd.
+        dout: Gradient of out; None computes no gradient.
+        is_training: False switches dropout off and leaves the pack empty.
+
+    Returns:
+        out, the pack, and the gradients of the operands and of the bias; none without ``dout``.
+
+    Raises:
+        FusedAttnError: What the functions refuse.
+    """
+    one = case.layout_word == "t3hd"
+    cu_kv = case.cu_seqlens_q if case.cu_seqlens_kv is None else case.cu_seqlens_kv
+    lengths = (case.cu_seqlens_q,) if one else (case.cu_seqlens_q, cu_kv)
+    sizes = case.longest()[:1] if one else case.longest()
+    words = (case.scale, case.dropout, case.layout, case.bias_type, case.mask_type)
+    forward: Any = nvte.nvte_fused_attn_fwd_qkvpacked if one else nvte.nvte_fused_attn_fwd_kvpacked
+    arguments = (*case.operands, case.bias, None, None, None, *lengths, case.rng_state, *sizes, is_training, *words)
+    out, pack = forward(*arguments, engine=case.engine)
+    if dout is None:
+        return out, pack, ()
+    backward: Any = nvte.nvte_fused_attn_bwd_qkvpacked if one else nvte.nvte_fused_attn_bwd_kvpacked
+    empty = (None,) * len(case.operands)
+    arguments = (*case.operands, out, dout, None, None, pack, *empty, None, *lengths, *sizes, *words)
+    return out, pack, tuple(backward(*arguments, engine=case.engine))
 
 
 def separate(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,63 +130,3 @@ def engine_of(case: Case, is_training: bool = True) -> str:
         engine=case.engine,
     )
     return explanation.engine or case.engine
-
-
-def attend(case: Case, operands: tuple[Tensor, ...]) -> Tensor:
-    """out by the differentiable function that belongs to the case's layout.
-
-    Args:
-        case: All arguments but the operands; without dropout.
-        operands: Tensors such as `case.operands`; they may require gradients.
-
-    Returns:
-        out, in the format of the layout's q.
-
-    Raises:
-        FusedAttnError: what the function refuses.
-    """
-    common: dict[str, Any] = {
-        "qkv_layout": case.layout,
-        "attn_bias_type": case.bias_type,
-        "attn_mask_type": case.mask_type,
-        "attn_scale": case.attn_scale,
-        "engine": case.engine,
-    }
-    function: Any = fused_attention
-    lengths: dict[str, Any] = {
-        "cu_seqlens_q": case.cu_seqlens_q,
-        "cu_seqlens_kv": case.cu_seqlens_kv,
-        "max_seqlen_q": case.max_seqlen_q,
-        "max_seqlen_kv": case.max_seqlen_kv,
-    }
-    if case.layout == "t3hd":
-        function = fused_attention_qkvpacked
-        lengths = {"cu_seqlens": case.cu_seqlens_q, "max_seqlen": case.max_seqlen_q}
-    elif case.layout == "thd_t2hd":
-        function = fused_attention_kvpacked
-    out: Tensor = function(*operands, case.bias, **lengths, **common)
-    return out
-
-
-def nvte_inference(case: Case) -> dict[str, Tensor]:
-    """out by the nvte forward with is_training=False.
-
-    Args:
-        case: A problem in layout t3hd or thd_t2hd.
-
-    Returns:
-        "out", and what the pack holds, by name: nothing, where the function keeps its word.
-
-    Raises:
-        FusedAttnError: what the function refuses.
-    """
-    one = case.layout == "t3hd"
-    max_q, max_kv = case.longest()
-    cu_kv = case.cu_seqlens_q if case.cu_seqlens_kv is None else case.cu_seqlens_kv
-    lengths = (case.cu_seqlens_q,) if one else (case.cu_seqlens_q, cu_kv)
-    sizes = (max_q,) if one else (max_q, max_kv)
-    words = (case.scale, case.dropout, case.layout, case.bias_type, case.mask_type)
-    forward: Any = nvte.nvte_fused_attn_fwd_qkvpacked if one else nvte.nvte_fused_attn_fwd_kvpacked
-    arguments = (*case.operands, case.bias, None, None, None, *lengths, case.rng_state, *sizes, False, *words)
-    out, pack = forward(*arguments, engine=case.engine)
-    return {"out": out} | {name: pack[name] for name in pack.names}

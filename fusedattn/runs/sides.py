@@ -77,7 +77,7 @@ def ours(inputs: Inputs) -> Side:
         name="ours",
         leaves=case.operands,
         dout=inputs.dout,
-        forward=lambda leaves: attend(case, leaves),
+        forward=lambda leaves: attend(case, leaves, case.bias)[0],
         out_tokens=lambda x: tokens(x, 0),
         leaf_tokens=tokens,
     )

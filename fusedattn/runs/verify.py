@@ -15,7 +15,7 @@ from fusedattn.runs import oracle
 from fusedattn.runs.budget import Comparison, compare
 from fusedattn.runs.config import VerifyProblem, VerifyRun
 from fusedattn.runs.inputs import Inputs, build
-from fusedattn.runs.public_calls import engine_of, nvte_inference
+from fusedattn.runs.public_calls import engine_of
 from fusedattn.runs.sweeps import expand
 
 _STATISTICS = ("out", "lse")
@@ -93,10 +93,8 @@ def _direction(problem: VerifyProblem, inputs: Inputs, direction: str) -> Iterat
     start = time.perf_counter()
     if problem.op == "fused_attention":
         got = oracle.run_case(case, dout, dlse, is_training=training)
-    elif training:
-        got = oracle.run_case_nvte(case, dout)
     else:
-        got = nvte_inference(case)
+        got = oracle.run_case_nvte(case, dout, is_training=training)
     time_ms = (time.perf_counter() - start) * 1e3
 
     meant = case if training else dataclasses.replace(case, dropout=0.0, rng_state=None)
