@@ -7,6 +7,7 @@ TransformerEngine 0.9 the mask value 0 meant PADDING, and today it means NO_MASK
 from __future__ import annotations
 
 import difflib
+import numbers
 from enum import Enum
 from typing import TypeVar, cast
 
@@ -17,6 +18,9 @@ _Member = TypeVar("_Member", bound="_Named")
 
 class _Named(Enum):
     """An enum whose members are found by name: ``parse`` reads one, ``word`` is its canonical short name."""
+
+    # Members are unique; Enum's own hash is a Python function, and plans are looked up by members.
+    __hash__ = object.__hash__
 
     @property
     def word(self) -> str:
@@ -72,7 +76,7 @@ def _key(word: str) -> str:
 def _refusal(cls: type[_Named], value: object, argument: str) -> SpecError:
     words = ", ".join(f"'{member.word}'" for member in cls)
     expected = f"a {cls.__name__} or one of {words}"
-    if isinstance(value, (int, float)):
+    if isinstance(value, numbers.Number):
         hint = "Pass the name: the numbers changed meaning between releases of TransformerEngine."
         return SpecError(argument, expected, f"the number {value!r}", hint)
     if not isinstance(value, str):
