@@ -66,14 +66,16 @@ def attention_request(
     deterministic: object,
     engine: object,
     *,
-    check: bool = True,
+    autocast: bool = True,
+    dry: bool = False,
 ) -> Request:
     """Parse the arguments of ``fused_attention`` or of a packed twin; see there for their meaning.
 
     Args:
         layout: The parsed layout.
         operands: Argument names to tensors, in the layout's order; the others as in ``fused_attention``.
-        check: Whether to see, outside tracing, that shapes, dtypes and devices are right and an engine takes them.
+        autocast: Whether autocast, where it is on, converts the operands.
+        dry: Whether nothing will be computed: no random numbers are drawn, and no engine need take the problem.
 
     Returns:
         The request.
@@ -89,7 +91,7 @@ def attention_request(
     p = arguments.probability("dropout", dropout)
     p = p if arguments.flag("is_training", is_training) else 0.0
     state = arguments.optional_tensor("rng_state", rng_state)
-    if p > 0.0 and state is None:
+    if p > 0.0 and state is None and not dry:
         state = fresh_rng_state(tensors[0].device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -97,7 +99,7 @@ def attention_request(
     default_scale = float(head_dim) ** -0.5 if head_dim else 1.0
     request = Request(
         layout=layout,
-        operands=tuple(_autocast(tensor) for tensor in tensors),
+        operands=tuple(_autocast(tensor) for tensor in tensors) if autocast else tensors,
         bias=bias_tensor,
         bias_type=NVTE_Bias_Type.parse(attn_bias_type, "attn_bias_type"),
         mask_type=NVTE_Mask_Type.parse(attn_mask_type, "attn_mask_type"),
@@ -112,7 +114,7 @@ def attention_request(
         engine=Engine.parse(engine, "engine"),
     )
     # Before dispatch: a bias or cu_seqlens on another device could send the call to another device's kernel.
-    if check and not tracing(request):
+    if not dry and not tracing(request):
         plan_of(request).chosen()
     return request
 

@@ -56,7 +56,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     layout = layout_for("", "qkv_layout", values.pop("qkv_layout"))
     arguments.flag("return_lse", values.pop("return_lse"))
     operands = {name: values.pop(name) for name in ("q", "k", "v")}
-    request = attention_request(layout, operands, **values, check=False)
+    request = attention_request(layout, operands, **values, dry=True)
     plan = plan_of(request)
     lengths_of(request, plan)
     return Explanation(None if plan.engine is None else plan.engine.word, plan.reason, plan.refused)

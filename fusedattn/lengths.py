@@ -100,25 +100,33 @@ def _side(
             offsets = tuple(cu_seqlens.tolist())
             _check_offsets(spec, f"cu_seqlens_{suffix}", offsets, rows)
         cu_seqlens = cu_seqlens.to(torch.int32)
-    name = f"max_seqlen_{suffix}"
-    if not spec.format.ragged:
-        longest = rows if offsets is None else max((end - start for start, end in pairwise(offsets)), default=0)
-        _check_max_seqlen(name, max_seqlen, longest)
-        dense = spec.mask_type is not NVTE_Mask_Type.NVTE_PADDING_MASK
-        return Side(None, None, rows, rows) if dense else Side(cu_seqlens, offsets, rows, rows)
+    longest = None if spec.format.ragged else rows
     if offsets is not None:
         longest = max((end - start for start, end in pairwise(offsets)), default=0)
-        _check_max_seqlen(name, max_seqlen, longest)
-        return Side(cu_seqlens, offsets, longest if max_seqlen is None else max_seqlen, rows)
+    name = f"max_seqlen_{suffix}"
+    if max_seqlen is not None and longest is not None and max_seqlen < longest:
+        raise SpecError(
+            name, f"at least the longest sequence, {longest}", str(max_seqlen), "Pass a larger number or None."
+        )
+    if spec.device.type != "cpu":
+        # Checked, and then not used, so that a check changes no legal call.
+        offsets = None
+    if not spec.format.ragged:
+        acts = spec.mask_type is NVTE_Mask_Type.NVTE_PADDING_MASK
+        return Side(cu_seqlens, offsets, rows, rows) if acts else Side(None, None, rows, rows)
     if max_seqlen is None:
-        axis = 1 if spec.bias is None else spec.bias.shape[2 if suffix == "q" else 3]
-        if spec.bias is None or (suffix == "q" and axis == 1):
-            hint = "Pass the longest length, or any number above it."
-            raise SpecError(
-                name, f"an integer, since `cu_seqlens_{suffix}` is on {spec.device} and is not read", "None", hint
-            )
-        max_seqlen = axis
-    return Side(cu_seqlens, None, max_seqlen, rows)
+        max_seqlen = longest if offsets is not None else _bias_axis(spec, suffix)
+    assert max_seqlen is not None
+    return Side(cu_seqlens, offsets, max_seqlen, rows)
+
+
+def _bias_axis(spec: AttentionSpec, suffix: str) -> int:
+    """The bias's Sq or Skv, for want of lengths that can be seen."""
+    axis = 1 if spec.bias is None else spec.bias.shape[2 if suffix == "q" else 3]
+    if spec.bias is None or (suffix == "q" and axis == 1):
+        expected = f"an integer, since `cu_seqlens_{suffix}` is on {spec.device} and is not read"
+        raise SpecError(f"max_seqlen_{suffix}", expected, "None", "Pass the longest length, or any number above it.")
+    return axis
 
 
 def _check_offsets(spec: AttentionSpec, name: str, offsets: tuple[int, ...], rows: int) -> None:
@@ -137,10 +145,3 @@ def _check_offsets(spec: AttentionSpec, name: str, offsets: tuple[int, ...], row
     if spec.format.ragged and offsets[-1] > rows:
         hint = "Its last entry is where the last sequence ends."
         raise SpecError(name, f"entries of at most T = {rows}, the rows of the tensor", str(offsets[-1]), hint)
-
-
-def _check_max_seqlen(name: str, max_seqlen: int | None, longest: int) -> None:
-    if max_seqlen is not None and max_seqlen < longest:
-        raise SpecError(
-            name, f"at least the longest sequence, {longest}", str(max_seqlen), "Pass a larger number or None."
-        )

@@ -23,12 +23,13 @@ from fusedattn.nvte_calls import (
 )
 from fusedattn.tensor_pack import NVTETensorPack, Workspace
 
-_BIAS_NAMES = {"bias": "Bias", "attn_bias_type": "bias_type"}
+_FORWARD = {"bias": "Bias", "attn_bias_type": "bias_type"}
+_BACKWARD = {name: f"Aux_CTX_Tensors['{entry}']" for name, entry in (("bias", "Bias"), ("rng_state", "rng_state"))}
 _QKVPACKED = {"qkv": "QKV", "cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen", "max_seqlen_kv": "max_seqlen"}
 _KVPACKED = {"q": "Q", "kv": "KV"}
 
 
-@public_border(_QKVPACKED | _BIAS_NAMES)
+@public_border(_QKVPACKED | _FORWARD)
 def nvte_fused_attn_fwd_qkvpacked(
     QKV: Tensor,
     Bias: Tensor | None,
@@ -96,7 +97,7 @@ def nvte_fused_attn_fwd_qkvpacked(
     return Forward(*result)
 
 
-@public_border(_QKVPACKED | _BIAS_NAMES)
+@public_border(_QKVPACKED | _BACKWARD)
 def nvte_fused_attn_bwd_qkvpacked(
     QKV: Tensor,
     O: Tensor,  # noqa: E741
@@ -158,7 +159,7 @@ def nvte_fused_attn_bwd_qkvpacked(
     return BackwardQKVPacked(*result)
 
 
-@public_border(_KVPACKED | _BIAS_NAMES)
+@public_border(_KVPACKED | _FORWARD)
 def nvte_fused_attn_fwd_kvpacked(
     Q: Tensor,
     KV: Tensor,
@@ -234,7 +235,7 @@ def nvte_fused_attn_fwd_kvpacked(
     return Forward(*result)
 
 
-@public_border(_KVPACKED | _BIAS_NAMES)
+@public_border(_KVPACKED | _BACKWARD)
 def nvte_fused_attn_bwd_kvpacked(
     Q: Tensor,
     KV: Tensor,

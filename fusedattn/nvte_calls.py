@@ -74,7 +74,7 @@ def _request(
     bias_type = NVTE_Bias_Type.parse(words.bias_type, "bias_type")
     return attention_request(
         layout, operands, bias, bias_type, words.attn_mask_type, *lengths, words.attn_scale, words.dropout, rng_state,
-        is_training, deterministic, words.engine,
+        is_training, deterministic, words.engine, autocast=False,
     )  # fmt: skip
 
 
@@ -208,8 +208,8 @@ def _traced_backward(
 
 def _inputs(operands: Mapping[str, Tensor], request: Request) -> dict[str, Tensor]:
     """The tensors that a call reads, by the names of arguments."""
-    tensors = ("bias", "cu_seqlens_q", "cu_seqlens_kv", "rng_state")
-    read = dict(operands) | {name: getattr(request, name) for name in tensors}
+    lengths = {"cu_seqlens_q": request.cu_seqlens_q, "cu_seqlens_kv": request.cu_seqlens_kv}
+    read = {**operands, "Bias": request.bias, **lengths, "rng_state": request.rng_state}
     return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 

@@ -59,18 +59,30 @@ Pass a new tensor, or None.
             if _overlap(tensor, other):
                 got = f"elements shared with `{other_name}`"
                 raise SpecError(name, "memory of its own", got, "Pass a new tensor, or None.")
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            hint = "Pass a tensor that is not expanded, or None."
-            raise SpecError(name, "one element of memory for each element", f"strides {tensor.stride()}", hint)
+        if _overlaps_itself(tensor):
+            got = f"strides {tensor.stride()} of shape {list(tensor.shape)}"
+            raise SpecError(name, "one element of memory for each element", got, "Pass a new tensor, or None.")
         done[name] = tensor
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    extent = 1
+    axes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    if tensor.numel() == 0:
+        return False
+    for stride, size in axes:
+        if size > 1 and stride < extent:
+            marks = torch.zeros(_extent(tensor), dtype=torch.bool)
+            marks.as_strided(tensor.shape, tensor.stride()).fill_(True)
+            return int(marks.sum()) < tensor.numel()
+        extent += (size - 1) * stride
+    return False
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device or a.is_meta:
         return False
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    a_range, b_range = _byte_range(a), _byte_range(b)
+    a_range, b_range = (range(x.data_ptr(), x.data_ptr() + _extent(x) * x.element_size()) for x in (a, b))
     if a_range.stop <= b_range.start or b_range.stop <= a_range.start:
         return False
     # The ranges meet, as those of two views of one packed tensor do: mark each byte.
@@ -80,10 +92,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return bool(_bytes_of(b, touched, b_range.start - first).any())
 
 
-def _byte_range(tensor: Tensor) -> range:
-    start = tensor.storage_offset() * tensor.element_size()
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return range(start, start + extent * tensor.element_size())
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last, both included."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
 
 
 def _bytes_of(tensor: Tensor, marks: Tensor, offset: int) -> Tensor:

@@ -102,8 +102,13 @@ class NVTETensorPack:
     def __getitem__(self, key: int | str) -> Tensor:
         return self._tensors[key] if isinstance(key, str) else tuple(self._tensors.values())[key]
 
+    def __copy__(self) -> NVTETensorPack:
+        copied = NVTETensorPack()
+        copied.__dict__.update(self.__dict__, _tensors=dict(self._tensors))
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
-        # A copy's Bias has a version counter of its own.
+        # The Bias of a deep copy, or of a pickled one, has a version counter of its own.
         return self.__dict__ | {"_bias_version": None}
 
     def __repr__(self) -> str:

@@ -46,8 +46,8 @@ class PaddedSide:
         self._owned = (position >= 0) & (position < self.lengths[self._batch_of])
         self._position_of = position.clamp(0, max(self._side.max_seqlen - 1, 0))
 
-    def gather(self, tensor: Tensor, first: int, count: int) -> Tensor:
-        """Rows of the sequences ``first`` to ``first + count``: ``[count, H, max_seqlen, ...]``, zeros in padding."""
+    def gather(self, tensor: Tensor, first: int, count: int, padding: float = 0.0) -> Tensor:
+        """Rows of the sequences ``first`` to ``first + count``: ``[count, H, max_seqlen, ...]``, and padding."""
         if not self._ragged:
             part = tensor[first : first + count]
         else:
@@ -56,7 +56,7 @@ class PaddedSide:
         if self.lengths is None:
             return part
         inside = self._positions < self.lengths[first : first + count, None]
-        return part.masked_fill(~inside.view(count, 1, -1, *[1] * (part.dim() - 3)), 0)
+        return part.masked_fill(~inside.view(count, 1, -1, *[1] * (part.dim() - 3)), padding)
 
     def scatter(self, padded: Tensor, target: Tensor, first: int, padding: float) -> None:
         """Write the rows of ``padded`` (as ``gather`` gives them) to where they belong; ``padding`` where no row is."""
@@ -145,7 +145,7 @@ def backward_padded(
             for target, operand in zip(gradients[:3], (group.q, group.k, group.v), strict=True)
         ]
         bias = bias_of_group(gradients.bias, group.batches, group.q.shape[2], group.k.shape[2])
-        dout_part, lse_part = (padded.q.gather(tensor, first, count) for tensor in (dout, lse))
+        dout_part, lse_part = padded.q.gather(dout, first, count), padded.q.gather(lse, first, count, -INF)
         dlse_part = None if dlse is None else padded.q.gather(dlse, first, count)
         backward_group(group, dout_part, dlse_part, lse_part, Gradients(parts[0], parts[1], parts[2], bias))
         for side, part, target in zip(sides, parts, gradients[:3], strict=True):
