@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fusedattn import arguments
 from fusedattn.enums import Engine, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
@@ -122,7 +124,7 @@ def attention_request(
 def tracing(request: Request) -> bool:
     """Whether a program is being traced, so that nothing may depend on, or remember, the tensors at hand."""
     return torch.compiler.is_compiling() or any(
-        type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in request.operands
+        isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in request.operands
     )
 
 

@@ -75,7 +75,7 @@ def _key(word: str) -> str:
 
 def _refusal(cls: type[_Named], value: object, argument: str) -> SpecError:
     words = ", ".join(f"'{member.word}'" for member in cls)
-    expected = f"a {cls.__name__} or one of {words}"
+    expected = f"a member of {cls.__name__} or one of {words}"
     if isinstance(value, numbers.Number):
         hint = "Pass the name: the numbers changed meaning between releases of TransformerEngine."
         return SpecError(argument, expected, f"the number {value!r}", hint)

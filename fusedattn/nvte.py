@@ -23,7 +23,7 @@ from fusedattn.nvte_calls import (
 )
 from fusedattn.tensor_pack import NVTETensorPack, Workspace
 
-_FORWARD = {"bias": "Bias", "attn_bias_type": "bias_type"}
+_FORWARD = {"bias": "Bias"}
 _BACKWARD = {name: f"Aux_CTX_Tensors['{entry}']" for name, entry in (("bias", "Bias"), ("rng_state", "rng_state"))}
 _QKVPACKED = {"qkv": "QKV", "cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen", "max_seqlen_kv": "max_seqlen"}
 _KVPACKED = {"q": "Q", "kv": "KV"}

@@ -72,6 +72,7 @@ def _request(
 ) -> Request:  # fmt: skip
     layout = layout_for(words.packing, "qkv_layout", words.qkv_layout, prefix=f"nvte_fused_attn_{direction}")
     bias_type = NVTE_Bias_Type.parse(words.bias_type, "bias_type")
+    arguments.number("attn_scale", words.attn_scale)
     return attention_request(
         layout, operands, bias, bias_type, words.attn_mask_type, *lengths, words.attn_scale, words.dropout, rng_state,
         is_training, deterministic, words.engine, autocast=False,

@@ -142,12 +142,17 @@ class Workspace:
             device: The device of the problem's tensors.
 
         Raises:
-            SpecError: No query came before.
+            SpecError: No query came before, or torch has no such device.
         """
         if self.size_bytes is None:
             hint = "Call the function once with this workspace first."
             raise SpecError("workspace", "a workspace whose size a query filled in", "a new one", hint)
-        self.buffer = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+        try:
+            self.buffer = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise SpecError("device", "a device that torch has", repr(device), str(error).partition("\n")[0]) from None
 
     def is_query(self) -> bool:
         """Whether a call with this workspace only asks for its size."""

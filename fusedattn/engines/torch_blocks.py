@@ -212,7 +212,7 @@ def backward_group(group: Group, dout: Tensor, dlse: Tensor | None, lse: Tensor,
     for block in _blocks(group):
         where = block.n, block.h, block.rows
         dead = _dead_rows(lse[where])
-        q, drow = _scaled_rows(group, block, dtype), _without(dead, dout[where].to(dtype))
+        q, drow = _without(dead, _scaled_rows(group, block, dtype)), _without(dead, dout[where].to(dtype))
         scores, live = _scores(group, block, q, k.part(block))
         weights = _without(dead, torch.softmax(scores, -1))
         if group.exact:

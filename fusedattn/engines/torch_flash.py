@@ -47,6 +47,8 @@ def flash_forward(group: Group) -> tuple[Tensor, Tensor] | None:
     """
     # In half precisions the operator's exponential is a fast one, too coarse for lse; float32 is no slower.
     q, k, v = (tensor.to(accumulation_dtype(tensor.dtype)) for tensor in (group.q, group.k, group.v))
+    # The operator gives its output the strides of q, and writes as if the last one were 1.
+    q = q if q.stride(-1) == 1 else q.contiguous()
     out, lse = _flash_forward(q, k, v, 0.0, group.causal, attn_mask=_mask_of(group), scale=group.attn_scale)
     if not all_finite(out, lse):
         return None

@@ -116,7 +116,8 @@ def softmax_gradient(
     dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
     if dlse is not None:
         dscores.addcmul_(weights, dlse)
-    return dscores.masked_fill_(~live, 0.0) if exact and live is not None else dscores
+    careful = exact or dlse is not None
+    return dscores.masked_fill_(~live, 0.0) if careful and live is not None else dscores
 
 
 def live_matmul(weights: Tensor, values: Tensor, live: Tensor | None) -> Tensor:

@@ -110,19 +110,20 @@ def keep_mask(case: Case) -> Tensor | None:
     if case.rng_state is None:
         raise ValueError("argument 'rng_state': expected int64 [2] where dropout > 0, got None")
     max_q, max_kv = case.longest()
-    operands = tuple(x.new_zeros(*x.shape[:-1], max_kv) for x in case.operands)
+    width = max(max_kv, 1)
+    operands = tuple(x.new_zeros(*x.shape[:-1], width) for x in case.operands)
     v = operands[-1] if len(operands) == 3 else operands[-1][:, -1]
-    eye = torch.eye(max_kv, dtype=v.dtype, device=v.device)
+    eye = torch.eye(width, dtype=v.dtype, device=v.device)
     probe = replace(case, operands=operands, bias=None, bias_type="no_bias", attn_scale=1.0)
     if case.qkv_format != "thd":
         order = TO_BHSD[case.qkv_format]
         v = v.permute(order)
         v[:] = eye[: v.shape[2]]
-        return run_case(probe)["out"].permute(order) > 0
+        return run_case(probe)["out"].permute(order)[..., :max_kv] > 0
     spans_q, spans_kv = case.spans
     for start, stop in spans_kv:
         v[start:stop] = eye[: stop - start, None]
-    out = run_case(probe)["out"]
+    out = run_case(probe)["out"][..., :max_kv]
     keep = out.new_zeros(len(spans_q), out.shape[1], max_q, max_kv, dtype=torch.bool)
     for b, (start, stop) in enumerate(spans_q):
         keep[b, :, : stop - start] = out[start:stop].transpose(0, 1) > 0
