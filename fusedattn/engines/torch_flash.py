@@ -2,7 +2,8 @@
 
 They are wrong, without an error, where a query row or the scale is NaN (out 0, lse 0), where K or V hold NaN or an
 infinity at a key that causality rules out (0 times NaN), and where a bias row is -inf throughout (lse 0); they end the
-process where an axis is empty. All but the last leave a trace in the result: a number that is not finite, or an lse of
+process where an axis is empty, and use memory that is not theirs where D is not the innermost axis. The last two are
+kept from them; the others leave a trace in the result: a number that is not finite, or an lse of
 exactly 0 over a row of zeros. So the results are looked at, which costs a sum over them, and what is suspicious is
 reported for recomputation.
 """
@@ -23,6 +24,11 @@ def _mask_of(group: Group) -> Tensor | None:
     if group.bias is None:
         return None
     return effective_bias(group.bias, group.pre_scale, group.attn_scale, accumulation_dtype(group.q.dtype))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor, with D innermost: without a word the operators read or write other elements where it is not."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def flash_forward(group: Group) -> tuple[Tensor, Tensor] | None:
@@ -46,9 +52,8 @@ def flash_forward(group: Group) -> tuple[Tensor, Tensor] | None:
         True
     """
     # In half precisions the operator's exponential is a fast one, too coarse for lse; float32 is no slower.
-    q, k, v = (tensor.to(accumulation_dtype(tensor.dtype)) for tensor in (group.q, group.k, group.v))
-    # The operator gives its output the strides of q, and writes as if the last one were 1.
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    dtype = accumulation_dtype(group.q.dtype)
+    q, k, v = (_rows(tensor.to(dtype)) for tensor in (group.q, group.k, group.v))
     out, lse = _flash_forward(q, k, v, 0.0, group.causal, attn_mask=_mask_of(group), scale=group.attn_scale)
     if not all_finite(out, lse):
         return None
@@ -78,8 +83,8 @@ def flash_backward(group: Group, dout: Tensor, out: Tensor, lse: Tensor) -> tupl
     finite_lse = lse.masked_fill(lse == -INF, 0.0)
     if group.q.dtype != torch.bfloat16 or not all_finite(finite_lse):
         return None
+    rows = (_rows(tensor) for tensor in (dout, group.q, group.k, group.v, out))
     dq, dk, dv = _flash_backward(
-        dout, group.q, group.k, group.v, out, finite_lse, 0.0, group.causal,
-        attn_mask=_mask_of(group), scale=group.attn_scale,
-    )  # fmt: skip
+        *rows, finite_lse, 0.0, group.causal, attn_mask=_mask_of(group), scale=group.attn_scale
+    )
     return (dq, dk, dv) if all_finite(dq, dk, dv) else None
