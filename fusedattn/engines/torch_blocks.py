@@ -105,11 +105,14 @@ def bias_index(bias: Tensor, n: slice, h: slice, rows: slice, keys: int) -> tupl
 
 def _live_of(group: Group, block: _Block, bias: Tensor | None) -> Tensor | None:
     """Which pairs of the block are live; None where all are and no number needs care."""
+    causal = group.causal and block.keys > block.rows.start + 1
+    if not (causal or group.exact or group.lengths_q is not None or group.lengths_kv is not None):
+        return None
     device = group.q.device
     rows = torch.arange(block.rows.start, block.rows.stop, device=device)[:, None]
     keys = torch.arange(block.keys, device=device)
     live = torch.ones_like(keys, dtype=torch.bool) if group.exact else None
-    if group.causal and block.keys > block.rows.start + 1:
+    if causal:
         live = keys <= rows
     for lengths, positions in ((group.lengths_q, rows), (group.lengths_kv, keys)):
         if lengths is not None:
