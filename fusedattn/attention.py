@@ -49,8 +49,9 @@ def fused_attention(
         attn_mask_type: ``no_mask``, ``padding`` (dense layouts: only rows within the lengths attend and are attended
             to) or ``causal`` (query i sees keys 0 to i of its sequence: top-left).
         cu_seqlens_q: int32 ``[B + 1]`` (int64 is converted) from 0: where sequences start; required in thd. In dense
-            layouts its differences are lengths. None there: every sequence is full.
-        cu_seqlens_kv: The same for k and v; None: the same as q's.
+            layouts its differences are lengths; None there: every sequence is full. A dense layout under ``padding``
+            needs this or ``cu_seqlens_kv``.
+        cu_seqlens_kv: The same for k and v; None: the same as q's, in dense layouts only where Sq = Skv.
         max_seqlen_q, max_seqlen_kv: At least the longest sequence; None: the longest, where cu_seqlens can be seen (on
             CPU), else the bias's axis.
         attn_scale: Factor of the scores; None: ``D ** -0.5``. 0, negative and NaN are legal.

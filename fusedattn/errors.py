@@ -72,7 +72,11 @@ class EngineRefusal(FusedAttnError, NotImplementedError):
     def __init__(self, engine: str, refused: Mapping[str, tuple[str, ...]], able: tuple[str, ...]) -> None:
         self.engine, self.refused, self.able = engine, dict(refused), able
         lines = [f"engine='{engine}' cannot compute this problem:"]
-        lines += [f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons]
+        shared = [reason for reason in next(iter(refused.values()), ()) if len(refused) > 1]
+        shared = [reason for reason in shared if all(reason in reasons for reasons in refused.values())]
+        lines += [f"  every engine: {reason}" for reason in shared]
+        own = ((name, reason) for name, reasons in refused.items() for reason in reasons if reason not in shared)
+        lines += [f"  {name}: {reason}" for name, reason in own]
         if able:
             lines.append(f"Engines that can: {', '.join(able)}. Pass engine='auto' to let fusedattn choose.")
         else:

@@ -18,9 +18,9 @@ from fusedattn.nvte_pack import bias_of_pack, check_record, checked_pack, engine
 from fusedattn.ops import differentiate
 from fusedattn.outputs import check_like, check_no_overlap
 from fusedattn.runtime import Request, backward, forward, lse_dtype, lse_shape, out_shape, resolve, workspace_bytes
-from fusedattn.tensor_pack import SKIP, NVTETensorPack, Workspace, _Skip
+from fusedattn.tensor_pack import SKIP, NVTETensorPack, Skip, Workspace
 
-Output: TypeAlias = Tensor | _Skip | None
+Output: TypeAlias = Tensor | Skip | None
 
 
 class Forward(NamedTuple):
@@ -107,18 +107,20 @@ def run_forward(
     if arguments.optional_tensor("O", out) is not None:
         assert out is not None
         check_like("O", out, shape, first.dtype, first.device)
+    if query:
+        assert workspace is not None
+        if not tracing(request):
+            resolve(request)
+        workspace.size_bytes = max(1, workspace_bytes(request))
+        lse = torch.empty(lse_shape(request.layout, request.operands), dtype=lse_dtype(first.dtype), device="meta")
+        fill_pack(pack, request, lse, is_training, None)
+        return torch.empty(shape, dtype=first.dtype, device="meta"), pack
     if tracing(request):
         result, lse = attend(request)
         out = result if out is None else out.copy_(result)
         fill_pack(pack, request, lse, is_training, None)
         return out, pack
     resolved = resolve(request)
-    if query:
-        assert workspace is not None
-        workspace.size_bytes = max(1, workspace_bytes(request))
-        lse = torch.empty(lse_shape(request.layout, request.operands), dtype=lse_dtype(first.dtype), device="meta")
-        fill_pack(pack, request, lse, is_training, None)
-        return torch.empty(shape, dtype=first.dtype, device="meta"), pack
     _check_workspace(workspace, request)
     if out is not None:
         check_no_overlap({"O": out}, _inputs(operands, request))
@@ -158,11 +160,13 @@ def run_backward(
     check_like("Aux_CTX_Tensors['softmax_lse']", pack["softmax_lse"], lse_size, lse_dtype(first.dtype), first.device)
     like: dict[str, Tensor | None] = {**dict(zip(outputs, request.operands, strict=True)), "dBias": bias}
     written = {name: _checked_output(name, value, like[name]) for name, value in [*outputs.items(), ("dBias", dbias)]}
-    if tracing(request):
+    query = _is_query(workspace)
+    if tracing(request) and not query:
         return _traced_backward(request, dout, out, pack["softmax_lse"][..., 0], written, like)
-    resolved = resolve(request)
-    check_record(pack, request, resolved)
-    if _is_query(workspace):
+    resolved = None if tracing(request) else resolve(request)
+    if resolved is not None:
+        check_record(pack, request, resolved)
+    if query:
         assert workspace is not None
         workspace.size_bytes = max(1, workspace_bytes(request))
         return tuple(_allocated(value, like[name], "meta") for name, value in written.items())

@@ -110,12 +110,7 @@ def _bwd_fake(
 def _empty_gradients(need: list[bool], operands: list[Tensor], bias: Tensor | None) -> list[Tensor]:
     """One tensor for each operand and one for the bias; without elements where none is asked for."""
     made = [x.new_empty(x.shape) if n else x.new_empty(0) for x, n in zip(operands, need[:-1], strict=True)]
-    return [*made, empty_bias_gradient(bias) if bias is not None and need[-1] else operands[0].new_empty(0)]
-
-
-def empty_bias_gradient(bias: Tensor) -> Tensor:
-    """An uninitialised tensor of the bias's shape and dtype, and of its strides where they do not overlap."""
-    return torch.empty_like(bias)
+    return [*made, torch.empty_like(bias) if bias is not None and need[-1] else operands[0].new_empty(0)]
 
 
 _LIBRARY.impl("fwd", _fwd, "CompositeExplicitAutograd")

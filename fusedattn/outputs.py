@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -85,11 +86,12 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     a_range, b_range = (range(x.data_ptr(), x.data_ptr() + _extent(x) * x.element_size()) for x in (a, b))
     if a_range.stop <= b_range.start or b_range.stop <= a_range.start:
         return False
-    # The ranges meet, as those of two views of one packed tensor do: mark each byte.
+    # The ranges meet, as those of two views of one packed tensor do: mark the units that one of them touches.
     first = min(a_range.start, b_range.start)
-    touched = torch.zeros(max(a_range.stop, b_range.stop) - first, dtype=torch.bool)
-    _bytes_of(a, touched, a_range.start - first).fill_(True)
-    return bool(_bytes_of(b, touched, b_range.start - first).any())
+    unit = math.gcd(a.element_size(), b.element_size(), a_range.start - first, b_range.start - first)
+    touched = torch.zeros((max(a_range.stop, b_range.stop) - first) // unit, dtype=torch.bool)
+    _units_of(a, touched, a_range.start - first, unit).fill_(True)
+    return bool(_units_of(b, touched, b_range.start - first, unit).any())
 
 
 def _extent(tensor: Tensor) -> int:
@@ -97,6 +99,7 @@ def _extent(tensor: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
 
 
-def _bytes_of(tensor: Tensor, marks: Tensor, offset: int) -> Tensor:
-    size = tensor.element_size()
-    return marks.as_strided((*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1), offset)
+def _units_of(tensor: Tensor, marks: Tensor, offset_bytes: int, unit: int) -> Tensor:
+    size = tensor.element_size() // unit
+    strides = (*(stride * size for stride in tensor.stride()), 1)
+    return marks.as_strided((*tensor.shape, size), strides, offset_bytes // unit)

@@ -237,7 +237,7 @@ def backward(
 
 def workspace_bytes(request: Request) -> int:
     """Scratch memory that the chosen engine wants from the caller, in bytes; raises like ``resolve``."""
-    plan = resolve(request).plan
+    plan = plan_of(request)
     return _ENGINES[plan.chosen()].workspace_bytes(plan.spec)
 
 

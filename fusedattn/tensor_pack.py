@@ -13,14 +13,16 @@ from fusedattn import arguments
 from fusedattn.errors import SpecError
 
 
-class _Skip(Enum):
+class Skip(Enum):
+    """The type of ``SKIP``."""
+
     SKIP = "SKIP"
 
     def __repr__(self) -> str:
         return "fusedattn.SKIP"
 
 
-SKIP: Final = _Skip.SKIP
+SKIP: Final = Skip.SKIP
 """Passed for a gradient: do not compute it."""
 
 

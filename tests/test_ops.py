@@ -73,3 +73,15 @@ def test_inference_mode_and_deepcopied_results() -> None:
 def test_errors_leave_the_operator_as_they_are() -> None:
     with pytest.raises(SpecError, match=r"argument 'qkv': expected shape \[T, 3, H, D\]"):
         torch.ops.fusedattn.fwd([torch.ones(2, 2)], *calls()["t3hd causal"][1:])
+
+
+def test_a_workspace_query_of_fake_tensors() -> None:
+    workspace = fusedattn.Workspace()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        qkv = mode.from_tensor(torch.randn(9, 3, 2, 4))
+        out, pack = fusedattn.nvte_fused_attn_fwd_qkvpacked(
+            qkv, None, None, None, None, CU_SEQLENS, None, 5, True, 0.5, 0.0, "t3hd", "no_bias", "padding", workspace
+        )
+    assert (out.shape, pack["softmax_lse"].shape) == ((9, 2, 4), (9, 2, 1))
+    assert workspace.size_bytes is not None
+    assert workspace.size_bytes >= 1

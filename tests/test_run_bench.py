@@ -41,7 +41,9 @@ def test_a_bench_row(tmp_path):
     rows = list(bench.bench_case(bench_problem(), bench_run(), tmp_path))
     assert [row.direction for row in rows] == ["forward", "forward_backward"]
     for row in rows:
-        assert (row.ok, row.engine, row.rival, row.note) == (True, "torch", "sdpa", "")
+        assert (row.ok, row.op, row.engine, row.rival, row.note) == (True, "fused_attention", "torch", "sdpa", "")
+        assert row.error <= row.budget
+        assert row.time_ms == row.ours_ms
         assert row.ratio == pytest.approx(row.ours_ms / row.rival_ms)
         assert row.ratio_spread[0] <= row.ratio_spread[1]
         assert row.limit is None
@@ -72,7 +74,8 @@ GEOMETRY = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_the_rival_computes_the_same(rival, fields, dtype, tmp_path):
     """Judged by the reference: the rival is no judge before it is judged."""
-    inputs = build(bench_problem(rival=rival, dtype=dtype, **fields), tmp_path)
+    case = bench_problem(rival=rival, dtype=dtype, **fields)
+    inputs = build(case, tmp_path)
     theirs = sides.rival(inputs, rival, dtype=torch.float64).results(backward=True)
     want = oracle.expected(inputs.case, inputs.dout)
     ours = sides.ours(inputs)
@@ -80,7 +83,9 @@ def test_the_rival_computes_the_same(rival, fields, dtype, tmp_path):
     torch.testing.assert_close(theirs["out"], ours.out_tokens(want["out"]))
     for i, name in enumerate(names):
         torch.testing.assert_close(theirs[f"d{i}"], ours.leaf_tokens(want[name], i))
-    assert bench._disagreement(inputs, rival, backward=True) == ""
+    row = bench._checked_row(case, inputs, backward=True)
+    assert (row.ok, row.note) == (True, "")
+    assert row.error <= row.budget
 
 
 def test_the_rival_gets_views_of_the_same_memory(tmp_path):
@@ -187,7 +192,10 @@ def test_memory_rows_hold_each_side_and_their_ratio(tmp_path, monkeypatch):
 
 
 def test_a_failed_memory_process_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "_disagreement", lambda *a, **k: "")
+    checked = bench._checked_row
+    monkeypatch.setattr(
+        bench, "_checked_row", lambda case, inputs, backward: checked(case, build(case, tmp_path), backward)
+    )
     monkeypatch.setattr(bench, "engine_of", lambda case: "cudnn")
     [row] = bench.bench_case(memory_problem(), bench_run(engine="cudnn"), tmp_path)
     assert not row.ok

@@ -43,9 +43,9 @@ def test_causality_and_padding_are_skipped(monkeypatch: pytest.MonkeyPatch) -> N
     seen = []
     real = torch_blocks.masked_scores
 
-    def counting(q: Tensor, k: Tensor, bias: Tensor | None, live: Tensor | None) -> Tensor:
+    def counting(q: Tensor, k: Tensor, *rest: object) -> Tensor:
         seen.append(q.shape[2] * k.shape[2])
-        return real(q, k, bias, live)
+        return real(q, k, *rest)
 
     monkeypatch.setattr(torch_blocks, "masked_scores", counting)
     qkv, cu_seqlens = torch.randn(600, 3, 1, 4), torch.tensor([0, 512])
@@ -101,3 +101,59 @@ def test_unneeded_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch) ->
     out.sum().backward()
     assert len(counted) == 1
     assert (q.grad, k.grad, bias.grad) == (None, None, None)
+
+
+class TestOverflow:
+    """Numbers that are finite, and overflow in a product where a bias of -inf rules the pair out."""
+
+    BIAS = torch.tensor([0.0, 0.0, -math.inf]).expand(1, 1, 3, 3)
+
+    @pytest.mark.parametrize("dropout", [0.0, 1e-6])
+    def test_scores(self, dropout: float) -> None:
+        q = torch.full((1, 3, 1, 4), 1e20)
+        k = q.clone()
+        k[:, :2] = 1e-20
+        options = {"dropout": dropout, "rng_state": torch.tensor([0, 0]), "return_lse": True}
+        out, lse = fusedattn.fused_attention(q, k, torch.ones_like(q), self.BIAS, **options)
+        assert torch.allclose(out, torch.ones_like(q))
+        assert torch.allclose(lse, torch.full((1, 1, 3), 2 + math.log(2)))
+
+    @pytest.mark.parametrize("bias_gradient", [False, True])
+    def test_gradients(self, bias_gradient: bool) -> None:
+        q, k, v = (torch.randn(1, 3, 1, 4, requires_grad=True) for _ in range(3))
+        large = v.detach().clone()
+        large[:, 2] = 1e30
+        bias = self.BIAS.clone().requires_grad_(bias_gradient)
+        leaves = (q, k, bias) if bias_gradient else (q, k)
+        dout = torch.full((1, 3, 1, 4), 1e10)
+        got = torch.autograd.grad(fusedattn.fused_attention(q, k, large, bias), leaves, dout)
+        want = torch.autograd.grad(fusedattn.fused_attention(q, k, v, bias), leaves, dout)
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one, other)
+            assert one.any()
+
+    def test_nan_scale_leaves_a_row_without_keys_alone(self) -> None:
+        q = torch.randn(1, 3, 1, 4, requires_grad=True)
+        bias = torch.zeros(1, 1, 3, 3)
+        bias[..., 2, :] = -math.inf
+        out, lse = fusedattn.fused_attention(q, q, q, bias, attn_scale=math.nan, return_lse=True)
+        assert not out[0, 2].any()
+        assert lse[0, 0, 2] == -math.inf
+        assert out[0, :2].isnan().all()
+
+    @pytest.mark.parametrize("dropout", [0.0, 1e-6])
+    def test_scale_comes_after_the_product(self, dropout: float) -> None:
+        q, k, v = (torch.full((1, 1, 1, 1), x, requires_grad=True) for x in (1e30, 1e-30, 1.0))
+        options = {"attn_scale": 1e10, "dropout": dropout, "rng_state": torch.tensor([0, 0])}
+        out, lse = fusedattn.fused_attention(q, k, v, return_lse=True, **options)
+        assert lse.item() == 1e10
+        assert [x.item() for x in torch.autograd.grad(out.sum(), (q, k, v))] == [0.0, 0.0, pytest.approx(1.0)]
+
+
+def test_a_bias_is_copied_only_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    real = torch_runs.flash_forward
+    monkeypatch.setattr(torch_runs, "flash_forward", lambda group: sizes.append(group.bias.numel()) or real(group))
+    cu_seqlens = torch.tensor([0, 3, 153, 156, 157, 160])
+    fusedattn.fused_attention_qkvpacked(torch.randn(160, 3, 1, 4), torch.randn(5, 1, 150, 150), cu_seqlens=cu_seqlens)
+    assert sorted(sizes) == [1, 3 * 9, 150**2]

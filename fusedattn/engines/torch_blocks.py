@@ -127,12 +127,7 @@ def _live_of(group: Group, block: _Block, bias: Tensor | None) -> Tensor | None:
 def _scores(group: Group, block: _Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
     bias = _bias_of(group, block, q.dtype)
     live = _live_of(group, block, bias)
-    return masked_scores(q, k[:, :, : block.keys], bias, live), live
-
-
-def _scaled_rows(group: Group, block: _Block, dtype: torch.dtype) -> Tensor:
-    """The block's queries times attn_scale: the scale costs a pass over rows instead of one over scores."""
-    return group.q[block.n, block.h, block.rows].to(dtype) * group.attn_scale
+    return masked_scores(q, k[:, :, : block.keys], group.attn_scale, bias, live), live
 
 
 def _keep(group: Group, block: _Block) -> Tensor:
@@ -177,7 +172,8 @@ def forward_group(group: Group, out: Tensor, lse: Tensor) -> None:
     dtype = accumulation_dtype(group.q.dtype)
     k, v = _Operand(group.k, dtype), _Operand(group.v, dtype)
     for block in _blocks(group):
-        scores, live = _scores(group, block, _scaled_rows(group, block, dtype), k.part(block))
+        q = group.q[block.n, block.h, block.rows].to(dtype)
+        scores, live = _scores(group, block, q, k.part(block))
         weights, sums, row_lse = softmax_rows(scores)
         if group.exact and live is not None:
             live = live & (row_lse != -INF)[..., None]
@@ -215,7 +211,7 @@ def backward_group(group: Group, dout: Tensor, dlse: Tensor | None, lse: Tensor,
     for block in _blocks(group):
         where = block.n, block.h, block.rows
         dead = _dead_rows(lse[where])
-        q, drow = _without(dead, _scaled_rows(group, block, dtype)), _without(dead, dout[where].to(dtype))
+        q, drow = _without(dead, group.q[where].to(dtype)), _without(dead, dout[where].to(dtype))
         scores, live = _scores(group, block, q, k.part(block))
         weights = _without(dead, torch.softmax(scores, -1))
         if group.exact:
@@ -235,17 +231,16 @@ def backward_group(group: Group, dout: Tensor, dlse: Tensor | None, lse: Tensor,
             dweights = _drop(dweights, keep, group.dropout)
         drow_lse = None if dlse is None else _without(dead, dlse[where][..., None])
         dscores = softmax_gradient(weights, dweights, drow_lse, live, group.exact)
+        # Scaled before the products where the scale may be NaN, else after them, which is cheaper.
+        scaled, factor = dscores, group.attn_scale
+        if exact_live is not None:
+            scaled, factor = (dscores * group.attn_scale).masked_fill_(~exact_live, 0.0), 1.0
         if gradients.bias is not None:
-            dbias = dscores
-            if group.pre_scale:
-                dbias = dscores * group.attn_scale
-                dbias = dbias if exact_live is None else dbias.masked_fill_(~exact_live, 0.0)
-            _add_bias_gradient(gradients.bias, block, dbias)
+            _add_bias_gradient(gradients.bias, block, scaled * factor if group.pre_scale else dscores)
         if gradients.q is not None:
-            dq = live_matmul(dscores, k.part(block)[:, :, : block.keys], exact_live)
-            gradients.q[where] = _without(dead, dq.mul_(group.attn_scale))
+            gradients.q[where] = live_matmul(scaled, k.part(block)[:, :, : block.keys], exact_live).mul_(factor)
         if dk is not None:
-            dk.add(block, live_matmul(dscores.transpose(-1, -2), q, transposed))
+            dk.add(block, live_matmul(scaled.transpose(-1, -2), q, transposed).mul_(factor))
     for accumulator in (dk, dv):
         if accumulator is not None:
             accumulator.flush()

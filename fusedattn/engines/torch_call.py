@@ -59,8 +59,8 @@ def bias_of_group(bias: Tensor | None, batches: Sequence[int], rows: int, keys: 
     neighbours, else a view."""
     if bias is None:
         return None
-    part = bias if bias.shape[0] == 1 else bias[batch_index(batches)]
-    return part[:, :, : rows if part.shape[2] != 1 else 1, :keys]
+    part = bias[:, :, : rows if bias.shape[2] != 1 else 1, :keys]
+    return part if bias.shape[0] == 1 else part[batch_index(batches)]
 
 
 def bias_of_step(bias: Tensor | None, sequences: slice, heads: slice) -> Tensor | None:
@@ -71,7 +71,7 @@ def bias_of_step(bias: Tensor | None, sequences: slice, heads: slice) -> Tensor 
 
 
 def steps(group: Group) -> Iterator[tuple[Group, slice, slice]]:
-    """Cut a group along sequences and heads so that an operand's part stays within ``STEP_ELEMENTS``.
+    """Cut a group along sequences and heads so that a step's part of each tensor stays within ``STEP_ELEMENTS``.
 
     Args:
         group: The group.
@@ -85,6 +85,9 @@ def steps(group: Group) -> Iterator[tuple[Group, slice, slice]]:
     """
     n, h, rows, head_dim = group.q.shape
     per_head = max(rows, group.k.shape[2]) * head_dim
+    if group.bias is not None and group.bias.shape[1] != 1:
+        # A step's part of the bias is converted as a whole.
+        per_head = max(per_head, group.bias.shape[2] * group.bias.shape[3])
     h_step = h if group.dropout > 0.0 else max(1, min(h, STEP_ELEMENTS // per_head))
     n_step = max(1, STEP_ELEMENTS // (per_head * max(h, 1)))
     for i in range(0, n, n_step):

@@ -46,12 +46,13 @@ def effective_bias(bias: Tensor, pre_scale: bool, attn_scale: float, dtype: torc
     return bias.to(dtype) * attn_scale if pre_scale else bias.to(dtype)
 
 
-def masked_scores(q: Tensor, k: Tensor, bias: Tensor | None, live: Tensor | None) -> Tensor:
-    """``q k^T + bias``, -inf at dead pairs.
+def masked_scores(q: Tensor, k: Tensor, attn_scale: float, bias: Tensor | None, live: Tensor | None) -> Tensor:
+    """``attn_scale * q k^T + bias``, -inf at dead pairs.
 
     Args:
-        q: ``[n, h, R, D]`` in the accumulation dtype, scaled.
+        q: ``[n, h, R, D]`` in the accumulation dtype.
         k: ``[n, h, K, D]`` in the accumulation dtype.
+        attn_scale: Factor of the scores.
         bias: Effective bias, broadcastable to ``[n, h, R, K]``, or None.
         live: bool, broadcastable to ``[n, h, R, K]``, or None: every pair is live.
 
@@ -61,7 +62,7 @@ def masked_scores(q: Tensor, k: Tensor, bias: Tensor | None, live: Tensor | None
     Raises:
         Nothing.
     """
-    scores = torch.matmul(q, k.transpose(-1, -2))
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(attn_scale)
     if bias is not None:
         scores.add_(bias)
     return scores if live is None else scores.masked_fill_(~live, -INF)

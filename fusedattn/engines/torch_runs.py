@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -47,11 +48,19 @@ def forward_runs(call: Call, out: Tensor, lse: Tensor) -> None:
 
 def _forward_step(group: Group, out: Tensor, lse: Tensor) -> None:
     result = flash_forward(group) if group.dropout == 0.0 else None
-    if result is None:
-        forward_group(group._replace(exact=not all_finite(group.q, group.k, group.v)), out, lse)
+    if result is not None:
+        out.copy_(result[0])
+        lse.copy_(result[1])
         return
-    out.copy_(result[0])
-    lse.copy_(result[1])
+    exact = not (all_finite(group.q, group.k, group.v) and math.isfinite(group.attn_scale))
+    forward_group(group._replace(exact=exact), out, lse)
+    if not exact and group.bias is not None and not all_finite(out, _live_lse(lse)):
+        # A score may have overflown where the bias is -inf.
+        forward_group(group._replace(exact=True), out, lse)
+
+
+def _live_lse(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -INF, 0.0)
 
 
 def backward_runs(
@@ -100,11 +109,25 @@ def _backward_step(
     plain = group.dropout == 0.0 and dlse is None and gradients.bias is None
     result = flash_backward(group, dout, out, lse) if plain else None
     if result is None:
-        # A NaN of the bias or of the scale shows in lse.
-        rows = (lse.masked_fill(lse == -INF, 0.0), *(() if dlse is None else (dlse,)))
-        exact = not all_finite(group.q, group.k, group.v, dout, *rows)
-        backward_group(group._replace(exact=exact), dout, dlse, lse, gradients)
+        _backward_blocks(group, dout, dlse, lse, gradients)
         return
     for target, gradient in zip((gradients.q, gradients.k, gradients.v), result, strict=True):
         if target is not None:
             target.copy_(gradient)
+
+
+def _backward_blocks(group: Group, dout: Tensor, dlse: Tensor | None, lse: Tensor, gradients: Gradients) -> None:
+    # A NaN of the bias or of the scale shows in lse, or leaves it -inf.
+    given = (group.q, group.k, group.v, dout, _live_lse(lse), *(() if dlse is None else (dlse,)))
+    exact = not (all_finite(*given) and math.isfinite(group.attn_scale))
+    if exact or group.bias is None:
+        backward_group(group._replace(exact=exact), dout, dlse, lse, gradients)
+        return
+    before = None if gradients.bias is None else gradients.bias.clone()
+    backward_group(group, dout, dlse, lse, gradients)
+    if all_finite(*(gradient for gradient in gradients if gradient is not None)):
+        return
+    # A product may have overflown where the bias is -inf.
+    if gradients.bias is not None and before is not None:
+        gradients.bias.copy_(before)
+    backward_group(group._replace(exact=True), dout, dlse, lse, gradients)

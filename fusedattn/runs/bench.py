@@ -6,12 +6,12 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from fusedattn.runs.budget import compare
+from fusedattn.runs.budget import compare, worst
 from fusedattn.runs.config import BenchRun, MemoryProblem, TimeProblem
 from fusedattn.runs.inputs import Inputs, build
 from fusedattn.runs.memory import measure_memory
@@ -20,6 +20,7 @@ from fusedattn.runs.sides import Side, ours, rival
 from fusedattn.runs.sweeps import expand
 
 _MIB = 2**20
+_OP = "fused_attention"
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,14 @@ class BenchRow:
 
     Attributes:
         case: Name of the case.
+        op: Word of the op.
         engine: Word of our engine.
         direction: "forward" or "forward_backward".
         rival: The rival's word.
         ok: Whether our results are right and the limit is kept.
+        error: Error of the quantity that is nearest to its budget, or furthest beyond it, before anything was timed.
+        budget: Budget of that quantity.
+        time_ms: Our median time, as ``ours_ms``: what every kind of run calls it.
         ours_ms: Our median time; None where nothing was timed.
         rival_ms: The rival's median time.
         ratio: Ours over the rival's; of memory, where memory is measured.
@@ -43,10 +48,14 @@ class BenchRow:
     """
 
     case: str
+    op: str
     engine: str
     direction: str
     rival: str
     ok: bool
+    error: float | None = None
+    budget: float | None = None
+    time_ms: float | None = None
     ours_ms: float | None = None
     rival_ms: float | None = None
     ratio: float | None = None
@@ -86,46 +95,47 @@ def bench_case(
     directions = list(case.directions) if isinstance(case, TimeProblem) else ["forward"]
     try:
         engine = engine_of(inputs.case)
-        wrong = _disagreement(inputs, case.rival, backward="forward_backward" in directions)
+        checked = _checked_row(case, inputs, backward="forward_backward" in directions)
         for direction in directions:
-            if wrong:
-                yield BenchRow(case.name, engine, direction, case.rival, ok=False, note=wrong)
+            row = replace(checked, engine=engine, direction=direction)
+            if not row.ok:
+                yield row
             elif isinstance(case, MemoryProblem):
-                yield _memory_row(case, run, folder, engine)
+                yield _memory_row(row, case, run, folder)
             else:
-                yield _time_row(case, run, inputs, engine, direction)
+                yield _time_row(row, case, run, inputs)
     except Exception as err:  # the other cases go on
         note = f"{type(err).__name__}: {err}"
-        yield BenchRow(case.name, run.engine, ", ".join(directions), case.rival, ok=False, note=note)
+        yield BenchRow(case.name, _OP, run.engine, ", ".join(directions), case.rival, ok=False, note=note)
 
 
-def _disagreement(inputs: Inputs, word: str, backward: bool) -> str:
-    """What is wrong with our results, if anything: judged by the rival in float64, its error the budget."""
-    dtype = inputs.operands.dtype
+def _checked_row(case: TimeProblem | MemoryProblem, inputs: Inputs, backward: bool) -> BenchRow:
+    """Our results judged by the rival in float64, with the rival's own error as the budget; nothing timed yet."""
+    dtype, word = inputs.operands.dtype, case.rival
     coarse = torch.float32 if dtype == torch.float64 else dtype  # as `compare` has it
     sides = (ours(inputs), rival(inputs, word, dtype=torch.float64), rival(inputs, word, dtype=coarse))
     got, truth, eager = (side.results(backward) for side in sides)
     comparisons = compare(got, truth, eager, dtype)
-    return "; ".join(
+    note = "; ".join(
         f"{c.quantity}: error {c.error:.3g} over the budget {c.budget:.3g} {c.note}".rstrip()
         for c in comparisons
         if not c.ok
     )
+    furthest = worst(comparisons)
+    return BenchRow(case.name, _OP, "", "", word, ok=not note, error=furthest.error, budget=furthest.budget, note=note)
 
 
-def _time_row(case: TimeProblem, run: BenchRun, inputs: Inputs, engine: str, direction: str) -> BenchRow:
+def _time_row(row: BenchRow, case: TimeProblem, run: BenchRun, inputs: Inputs) -> BenchRow:
     sides = (ours(inputs), rival(inputs, case.rival))
-    times = interleaved([_call(side, direction) for side in sides], run.repeats, run.warmup)
+    times = interleaved([_call(side, row.direction) for side in sides], run.repeats, run.warmup)
     ours_s, rival_s = (statistics.median(t) for t in times)
     ratios = [a / b for a, b in zip(*times, strict=True)]
-    limit: float | None = getattr(case.limits, direction)
+    limit: float | None = getattr(case.limits, row.direction)
     ratio = ours_s / rival_s
-    return BenchRow(
-        case=case.name,
-        engine=engine,
-        direction=direction,
-        rival=case.rival,
+    return replace(
+        row,
         ok=limit is None or ratio <= limit,
+        time_ms=ours_s * 1e3,
         ours_ms=ours_s * 1e3,
         rival_ms=rival_s * 1e3,
         ratio=ratio,
@@ -172,14 +182,11 @@ def interleaved(calls: list[Callable[[], object]], repeats: int, warmup: int) ->
     return times
 
 
-def _memory_row(case: MemoryProblem, run: BenchRun, folder: Path, engine: str) -> BenchRow:
+def _memory_row(row: BenchRow, case: MemoryProblem, run: BenchRun, folder: Path) -> BenchRow:
     ours_mib, rival_mib = (measure_memory(case, run.engine, folder, who) / _MIB for who in ("ours", "rival"))
     limit = None if case.limits is None else max(case.limits.mib, case.limits.times_rival * rival_mib)
-    return BenchRow(
-        case=case.name,
-        engine=engine,
-        direction="forward",
-        rival=case.rival,
+    return replace(
+        row,
         ok=limit is None or ours_mib <= limit,
         ratio=ours_mib / rival_mib if rival_mib > 0 else None,
         limit=limit,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,31 @@ def compare(
         else:
             comparisons.append(_compare(name, got[name].detach(), want[name].detach(), eager[name].detach(), dtype))
     return comparisons
+
+
+def worst(comparisons: Sequence[Comparison]) -> Comparison:
+    """The comparison that is nearest to its budget, or furthest beyond it.
+
+    Args:
+        comparisons: What `compare` returned, at least one.
+
+    Returns:
+        One of them; a failed one, if there is one.
+
+    Raises:
+        ValueError: There is none.
+
+    Example:
+        >>> near, far = (Comparison("out", error, 1.0, True, "") for error in (0.9, 0.1))
+        >>> worst([far, near]) is near
+        True
+    """
+    return max(comparisons, key=_severity)
+
+
+def _severity(comparison: Comparison) -> tuple[bool, float]:
+    ratio = comparison.error / comparison.budget if comparison.budget > 0 else comparison.error
+    return not comparison.ok, math.inf if math.isnan(ratio) else ratio
 
 
 def assert_within_budget(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fusedattn.runs import oracle
-from fusedattn.runs.budget import Comparison, compare
+from fusedattn.runs.budget import compare, worst
 from fusedattn.runs.config import VerifyProblem, VerifyRun
 from fusedattn.runs.inputs import Inputs, build
 from fusedattn.runs.public_calls import engine_of
@@ -106,14 +105,14 @@ def _direction(problem: VerifyProblem, inputs: Inputs, direction: str) -> Iterat
     got, want, eager = (_of_direction(results, direction) for results in (got, want, eager))
     comparisons = compare(got, want, eager, case.operands[0].dtype)
     row = VerifyRow(problem.name, problem.op, engine, direction, "reference", True, None, None, time_ms)
-    worst = max(comparisons, key=_severity)
+    furthest = worst(comparisons)
     note = "; ".join(f"{c.quantity}: {c.note}" for c in comparisons if not c.ok and c.note)
     yield dataclasses.replace(
         row,
         ok=all(c.ok for c in comparisons),
-        error=worst.error,
-        budget=worst.budget,
-        quantity=worst.quantity,
+        error=furthest.error,
+        budget=furthest.budget,
+        quantity=furthest.quantity,
         note=note,
     )
     if direction == "forward":
@@ -124,11 +123,6 @@ def _direction(problem: VerifyProblem, inputs: Inputs, direction: str) -> Iterat
 
 def _of_direction(results: Mapping[str, Tensor], direction: str) -> dict[str, Tensor]:
     return {name: x for name, x in results.items() if (name in _STATISTICS) == (direction == "forward")}
-
-
-def _severity(comparison: Comparison) -> tuple[bool, float]:
-    ratio = comparison.error / comparison.budget if comparison.budget > 0 else comparison.error
-    return not comparison.ok, math.inf if math.isnan(ratio) else ratio
 
 
 def _against_file(row: VerifyRow, got: Mapping[str, Tensor], theirs: Tensor, budgets: Mapping[str, float]) -> VerifyRow:
