@@ -6,6 +6,8 @@ no result: where all numbers are finite its weight 0 sees to that, and where not
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -62,7 +64,13 @@ def masked_scores(q: Tensor, k: Tensor, attn_scale: float, bias: Tensor | None, 
     Raises:
         Nothing.
     """
-    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(attn_scale)
+    if math.isfinite(attn_scale) and attn_scale != 0.0:
+        # The product takes a factor at no cost; BLAS skips products with 0, NaN ones included.
+        rows, keys = q.flatten(0, 1), k.flatten(0, 1).transpose(-1, -2)
+        product = torch.baddbmm(q.new_empty(1, 1, 1), rows, keys, beta=0, alpha=attn_scale)
+        scores = product.view(*q.shape[:3], k.shape[2])
+    else:
+        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(attn_scale)
     if bias is not None:
         scores.add_(bias)
     return scores if live is None else scores.masked_fill_(~live, -INF)
