@@ -68,14 +68,14 @@ class Lengths(NamedTuple):
 
 def _request(
     direction: str, words: Words, operands: Mapping[str, object], bias: object, lengths: Lengths, rng_state: object,
-    is_training: object, deterministic: object,
+    is_training: object, deterministic: object, dry: bool = False,
 ) -> Request:  # fmt: skip
     layout = layout_for(words.packing, "qkv_layout", words.qkv_layout, prefix=f"nvte_fused_attn_{direction}")
     bias_type = NVTE_Bias_Type.parse(words.bias_type, "bias_type")
     arguments.number("attn_scale", words.attn_scale)
     return attention_request(
         layout, operands, bias, bias_type, words.attn_mask_type, *lengths, words.attn_scale, words.dropout, rng_state,
-        is_training, deterministic, words.engine, autocast=False,
+        is_training, deterministic, words.engine, autocast=False, dry=dry,
     )  # fmt: skip
 
 
@@ -99,10 +99,7 @@ def run_forward(
         hint = "Pass NVTETensorPack() or None."
         raise SpecError("Aux_Output_Tensors", "an empty pack or one that a query filled", f"{pack!r}", hint)
     query = _is_query(workspace)
-    if query and rng_state is None:
-        # A query draws no random numbers.
-        rng_state = torch.zeros(2, dtype=torch.int64, device=arguments.tensor(*next(iter(operands.items()))).device)
-    request = _request("fwd", words, operands, bias, lengths, rng_state, is_training, False)
+    request = _request("fwd", words, operands, bias, lengths, rng_state, is_training, False, dry=query)
     shape, first = out_shape(request.layout, request.operands), request.operands[0]
     if arguments.optional_tensor("O", out) is not None:
         assert out is not None
