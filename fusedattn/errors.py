@@ -5,6 +5,8 @@
     FusedAttnError
     ├── SpecError (ValueError)                 an argument is wrong: shape, dtype, device, value or type
     ├── EngineRefusal (NotImplementedError)    the problem is well formed, but no engine that may be used computes it
+    ├── BuildError (RuntimeError)              a plan or kernel cannot be built, or a library not be used
+    ├── BundleError (RuntimeError)             a bundle cannot be written, or its plans must not be used
     └── RunFileError (ValueError)              a YAML run file is wrong
 """
 
@@ -85,6 +87,50 @@ class EngineRefusal(FusedAttnError, NotImplementedError):
 
     def __reduce__(self) -> tuple[type[EngineRefusal], tuple[str, dict[str, tuple[str, ...]], tuple[str, ...]]]:
         return type(self), (self.engine, self.refused, self.able)
+
+
+class BuildError(FusedAttnError, RuntimeError):
+    """What an engine needs could not be built, or a library that it needs cannot be used.
+
+    Args:
+        what: What was to be had.
+        why: What stood in the way.
+        hint: What to do about it, as a sentence; may be empty.
+
+    Example:
+        >>> str(BuildError("a cuDNN plan for h100", "no engine takes the graph", "Pass engine='torch'."))
+        "cannot have a cuDNN plan for h100: no engine takes the graph. Pass engine='torch'."
+    """
+
+    def __init__(self, what: str, why: str, hint: str = "") -> None:
+        self.what, self.why, self.hint = what, why, hint
+        super().__init__(f"cannot have {what}: {why.rstrip('.')}. {hint}".rstrip())
+
+    def __reduce__(self) -> tuple[type[BuildError], tuple[str, str, str]]:
+        return type(self), (self.what, self.why, self.hint)
+
+
+class BundleError(FusedAttnError, RuntimeError):
+    """A bundle cannot be written, or its plans must not be used here.
+
+    No ``BuildError``, so that no call quietly goes to a slower engine while its plans lie in a bundle that is damaged.
+
+    Args:
+        folder: The bundle.
+        why: What stands in the way.
+        hint: What to do about it, as a sentence; may be empty.
+
+    Example:
+        >>> str(BundleError("plans", "it has no manifest.json", "Is it a bundle?"))
+        "bundle 'plans': it has no manifest.json. Is it a bundle?"
+    """
+
+    def __init__(self, folder: str, why: str, hint: str = "") -> None:
+        self.folder, self.why, self.hint = folder, why, hint
+        super().__init__(f"bundle '{folder}': {why.rstrip('.')}. {hint}".rstrip())
+
+    def __reduce__(self) -> tuple[type[BundleError], tuple[str, str, str]]:
+        return type(self), (self.folder, self.why, self.hint)
 
 
 class RunFileError(FusedAttnError, ValueError):

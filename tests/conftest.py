@@ -1,9 +1,13 @@
 """What every test starts from: one thread each, since xdist runs one worker a core, and a reason for every skip."""
 
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# Tests write to no user's cache, and processes that they start do not either.
+os.environ.setdefault("FUSEDATTN_NO_DISK_CACHE", "1")
 
 
 @pytest.fixture(autouse=True)
