@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusedattn import arguments
-from fusedattn.autograd import attend
-from fusedattn.calls import attention_request, layout_for
+from fusedattn.attention_calls import call_attention
 from fusedattn.enums import Engine, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
 from fusedattn.errors import public_border
 
@@ -84,15 +82,10 @@ def fused_attention(
         >>> round(fused_attention(q, q, v, bias)[0, 0, 0, 0].item(), 4)
         3.0
     """
-    arguments.flag("return_lse", return_lse)
-    layout = layout_for("", "qkv_layout", qkv_layout)
-    out, lse = attend(
-        attention_request(
-            layout, {"q": q, "k": k, "v": v}, bias, attn_bias_type, attn_mask_type, cu_seqlens_q, cu_seqlens_kv,
-            max_seqlen_q, max_seqlen_kv, attn_scale, dropout, rng_state, is_training, deterministic, engine,
-        )
+    return call_attention(
+        "", qkv_layout, {"q": q, "k": k, "v": v}, bias, attn_bias_type, attn_mask_type, cu_seqlens_q, cu_seqlens_kv,
+        max_seqlen_q, max_seqlen_kv, attn_scale, dropout, rng_state, is_training, deterministic, return_lse, engine,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
 
 
 @public_border({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen", "max_seqlen_kv": "max_seqlen"})
@@ -142,15 +135,10 @@ def fused_attention_qkvpacked(
         >>> fused_attention_qkvpacked(qkv, cu_seqlens=cu_seqlens)[:, 0, 0].tolist()
         [0.5, 0.5, 3.0, 3.0, 3.0]
     """
-    arguments.flag("return_lse", return_lse)
-    layout = layout_for("qkvpacked", "qkv_layout", qkv_layout)
-    out, lse = attend(
-        attention_request(
-            layout, {"qkv": qkv}, bias, attn_bias_type, attn_mask_type, cu_seqlens, None, max_seqlen, max_seqlen,
-            attn_scale, dropout, rng_state, is_training, deterministic, engine,
-        )
+    return call_attention(
+        "qkvpacked", qkv_layout, {"qkv": qkv}, bias, attn_bias_type, attn_mask_type, cu_seqlens, None, max_seqlen,
+        max_seqlen, attn_scale, dropout, rng_state, is_training, deterministic, return_lse, engine,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
 
 
 @public_border({})
@@ -204,12 +192,7 @@ def fused_attention_kvpacked(
         >>> fused_attention_kvpacked(q, kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv).flatten().tolist()
         [1.0, 5.0]
     """
-    arguments.flag("return_lse", return_lse)
-    layout = layout_for("kvpacked", "qkv_layout", qkv_layout)
-    out, lse = attend(
-        attention_request(
-            layout, {"q": q, "kv": kv}, bias, attn_bias_type, attn_mask_type, cu_seqlens_q, cu_seqlens_kv,
-            max_seqlen_q, max_seqlen_kv, attn_scale, dropout, rng_state, is_training, deterministic, engine,
-        )
+    return call_attention(
+        "kvpacked", qkv_layout, {"q": q, "kv": kv}, bias, attn_bias_type, attn_mask_type, cu_seqlens_q, cu_seqlens_kv,
+        max_seqlen_q, max_seqlen_kv, attn_scale, dropout, rng_state, is_training, deterministic, return_lse, engine,
     )  # fmt: skip
-    return (out, lse) if return_lse else out

@@ -5,14 +5,14 @@ Second derivatives and forward-mode derivatives are refused, never taken for zer
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from fusedattn.ops import Scalars
+from fusedattn.ops import Scalars, chosen_engine
 from fusedattn.runtime import Request
 
 
@@ -42,6 +42,41 @@ def attend(request: Request) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+class Computes(Protocol):
+    """A forward that is bound: parsed, checked and planned."""
+
+    scalars: Scalars
+
+    def compute(
+        self, operands: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...], attn_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp; ``tensors`` as in ``attend_bound``."""
+
+
+def attend_bound(
+    bound: Computes, attn_scale: float, tensors: tuple[Tensor | None, ...], operands: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """``attend`` for a bound call; in eager mode only, where nothing looks on.
+
+    Args:
+        bound: The call.
+        attn_scale: Factor of the scores.
+        tensors: bias, cu_seqlens_q, cu_seqlens_kv, rng_state.
+        operands: As in ``attend``.
+
+    Returns:
+        The output and the log-sum-exp.
+
+    Raises:
+        BuildError: A plan that was evicted could not be built again.
+    """
+    differentiable = (*operands, tensors[0])
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in differentiable):
+        return bound.compute(operands, tensors, attn_scale)
+    out, lse = _AttendBound.apply(bound, attn_scale, *tensors, *operands)
+    return out, lse
+
+
 def _transformed() -> bool:
     """Whether torch.func or forward-mode differentiation is at work."""
     if torch._C._are_functorch_transforms_active():
@@ -58,16 +93,21 @@ def _forward(scalars: Scalars, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.scalars = inputs[0]
+    scalars: Scalars = inputs[0]
+    if scalars.dropout > 0.0 and not torch.compiler.is_compiling():
+        # Patterns of different engines differ: backward takes the forward's, whatever becomes of the caches.
+        scalars = scalars._replace(engine=chosen_engine(scalars, inputs[1:]))
+    ctx.scalars = scalars
     ctx.save_for_backward(*inputs[1:], *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, needs: tuple[bool, ...]) -> Any:
+    """The gradients of scalars (None), bias, cu_seqlens_q, cu_seqlens_kv, rng_state (None) and the operands."""
     *inputs, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * (1 + len(inputs))
-    need = (*ctx.needs_input_grad[5:], inputs[0] is not None and ctx.needs_input_grad[1])
+    need = (*needs[5:], inputs[0] is not None and needs[1])
     dout = torch.zeros_like(out) if dout is None else dout
     function = _differentiate if torch.compiler.is_compiling() else _Differentiate.apply
     results = function(ctx.scalars, need, dout, dlse, out, lse, *inputs)
@@ -93,7 +133,23 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        return _backward(ctx, dout, dlse)
+        return _backward(ctx, dout, dlse, ctx.needs_input_grad)
+
+
+class _AttendBound(torch.autograd.Function):
+    """``_Attend`` for bound calls; inputs: the call, attn_scale, then tensors as there."""
+
+    @staticmethod
+    def forward(ctx: Any, bound: Computes, attn_scale: float, *tensors: Any) -> tuple[Tensor, Tensor]:
+        output = bound.compute(tensors[4:], tensors[:4], attn_scale)
+        ctx.scalars = bound.scalars._replace(attn_scale=attn_scale)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        return None, *_backward(ctx, dout, dlse, ctx.needs_input_grad[1:])
 
 
 class _Transformed:
@@ -127,7 +183,7 @@ class _TransformedAttend(_Transformed, torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        return _backward(ctx, dout, dlse)
+        return _backward(ctx, dout, dlse, ctx.needs_input_grad)
 
 
 class _Differentiate(_Transformed, torch.autograd.Function):

@@ -68,7 +68,7 @@ def attention_request(
     deterministic: object,
     engine: object,
     *,
-    autocast: bool = True,
+    differentiable: bool = True,
     dry: bool = False,
 ) -> Request:
     """Parse the arguments of ``fused_attention`` or of a packed twin; see there for their meaning.
@@ -76,7 +76,8 @@ def attention_request(
     Args:
         layout: The parsed layout.
         operands: Argument names to tensors, in the layout's order; the others as in ``fused_attention``.
-        autocast: Whether autocast, where it is on, converts the operands.
+        differentiable: Whether autograd sees the call: autocast, where it is on, converts the operands, and a bias
+            that requires no gradient will not be asked for one.
         dry: Whether nothing will be computed: no random numbers are drawn, and no engine need take the problem.
 
     Returns:
@@ -101,7 +102,7 @@ def attention_request(
     default_scale = float(head_dim) ** -0.5 if head_dim else 1.0
     request = Request(
         layout=layout,
-        operands=tuple(_autocast(tensor) for tensor in tensors) if autocast else tensors,
+        operands=tuple(_autocast(tensor) for tensor in tensors) if differentiable else tensors,
         bias=bias_tensor,
         bias_type=NVTE_Bias_Type.parse(attn_bias_type, "attn_bias_type"),
         mask_type=NVTE_Mask_Type.parse(attn_mask_type, "attn_mask_type"),
@@ -114,6 +115,7 @@ def attention_request(
         dropout=p,
         deterministic=arguments.flag("deterministic", deterministic),
         engine=Engine.parse(engine, "engine"),
+        bias_gradient=bias_tensor is not None and not (differentiable and _is_frozen(bias_tensor)),
     )
     # Before dispatch: a bias or cu_seqlens on another device could send the call to another device's kernel.
     if not dry and not tracing(request):
@@ -126,6 +128,11 @@ def tracing(request: Request) -> bool:
     return torch.compiler.is_compiling() or any(
         isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in request.operands
     )
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    """Whether no gradient of a tensor can be asked for; what torch.func wraps does not say."""
+    return not tensor.requires_grad and not torch._C._are_functorch_transforms_active()
 
 
 def _autocast(tensor: Tensor) -> Tensor:

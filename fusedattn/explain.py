@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fusedattn import arguments
 from fusedattn.attention import fused_attention
 from fusedattn.calls import attention_request, layout_for
+from fusedattn.enums import Direction, Engine, NVTE_Mask_Type
 from fusedattn.errors import public_border
+from fusedattn.plan import Plan
 from fusedattn.runtime import lengths_of, plan_of
 
 _SIGNATURE = inspect.signature(fused_attention)
@@ -21,11 +24,16 @@ class Explanation(NamedTuple):
         engine: Word of the engine that would compute, or None where every engine that may is refused.
         reason: Why, in one line.
         refused: Engines that do not take the problem, to the rules that failed.
+        notes: What results of this engine hold that those of another need not, one sentence each.
+        backward: The same of the backward, which is asked for the gradient of the bias if that requires one; None in
+            what is said of a backward.
     """
 
     engine: str | None
     reason: str
     refused: dict[str, tuple[str, ...]]
+    notes: tuple[str, ...]
+    backward: Explanation | None
 
 
 @public_border({})
@@ -36,7 +44,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         *args, **kwargs: What ``fused_attention`` takes.
 
     Returns:
-        The engine, the reason, and what every other engine refuses.
+        The engine, the reason, what every other engine refuses, and the same of the backward.
 
     Raises:
         SpecError: An argument is wrong, as in ``fused_attention``.
@@ -45,9 +53,10 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     Example:
         >>> import torch
         >>> q = torch.zeros(1, 2, 1, 4)
-        >>> explain(q, q, q).engine
-        'torch'
-        >>> explain(q, q, q, engine="cudnn").refused["cudnn"][1]
+        >>> found = explain(q, q, q)
+        >>> found.engine, found.backward.engine
+        ('torch', 'torch')
+        >>> explain(q, q, q, engine="cudnn").refused["cudnn"][0]
         'device: needs tensors on a CUDA device, got cpu'
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
@@ -59,4 +68,23 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     request = attention_request(layout, operands, **values, dry=True)
     plan = plan_of(request)
     lengths_of(request, plan)
-    return Explanation(None if plan.engine is None else plan.engine.word, plan.reason, plan.refused)
+    bias_gradient = request.bias is not None and request.bias.requires_grad
+    backward = _explanation(plan_of(request, Direction.backward, bias_gradient), None)
+    return _explanation(plan, backward)
+
+
+def _explanation(plan: Plan, backward: Explanation | None) -> Explanation:
+    engine = None if plan.engine is None else plan.engine.word
+    return Explanation(engine, plan.reason, plan.refused, tuple(_notes(plan)), backward)
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    spec = plan.spec
+    masks = spec.format.ragged or spec.mask_type is not NVTE_Mask_Type.NVTE_NO_MASK or spec.bias is not None
+    if plan.engine is Engine.cudnn and masks:
+        yield (
+            "K or V that are not finite past the end of a sequence, or at a key that mask or bias rule out, make rows "
+            "NaN that read them in a tile of up to 128 keys, since cuDNN multiplies them by 0."
+        )
+    if plan.engine is not None and spec.dropout:
+        yield f"The dropout pattern is that of the {plan.engine.word} engine; others drop other probabilities."

@@ -45,6 +45,10 @@ LAYOUTS: dict[NVTE_QKV_Layout, Layout] = {
 }
 
 
+# None: as it is.
+_PERMUTATIONS = {"thd": None, "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": None}
+
+
 def logical(format: str, tensor: Tensor) -> Tensor:
     """View a tensor of one format as ``[B, H, S, D]``, or ``[T, H, D]`` where the format is ``thd``.
 
@@ -53,7 +57,7 @@ def logical(format: str, tensor: Tensor) -> Tensor:
         tensor: ``[T, H, D]`` or rank 4 in that order of axes; any dtype and strides.
 
     Returns:
-        A view of ``tensor``.
+        A view of ``tensor``, or itself.
 
     Raises:
         KeyError: An unknown format.
@@ -63,8 +67,8 @@ def logical(format: str, tensor: Tensor) -> Tensor:
         >>> logical("sbhd", torch.empty(5, 2, 3, 4)).shape
         torch.Size([2, 3, 5, 4])
     """
-    permutation = {"thd": (0, 1, 2), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}[format]
-    return tensor.permute(permutation)
+    permutation = _PERMUTATIONS[format]
+    return tensor if permutation is None else tensor.permute(permutation)
 
 
 def unpack(layout: Layout, operands: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,7 +43,7 @@ class Lengths(NamedTuple):
         ...     operands=(TensorSpec.of(torch.empty(5, 3, 1, 4)),),
         ...     cu_seqlens_q=TensorSpec.of(cu_seqlens),
         ... )
-        >>> read_lengths(spec, cu_seqlens, None, None, None).q.max_seqlen
+        >>> read_lengths(spec, cu_seqlens, None, None, None, on_gpu=False).q.max_seqlen
         3
     """
 
@@ -58,6 +58,7 @@ def read_lengths(
     cu_seqlens_kv: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
+    on_gpu: bool,
 ) -> Lengths:
     """Read and check what the lengths of one call are.
 
@@ -65,6 +66,7 @@ def read_lengths(
         spec: The problem.
         cu_seqlens_q, cu_seqlens_kv: int32 or int64 ``[B + 1]`` or None. None for kv means q's, where that fits.
         max_seqlen_q, max_seqlen_kv: At least the longest sequence, or None: the longest, where lengths can be seen.
+        on_gpu: Whether the tensors are, so that reading them would wait for it.
 
     Returns:
         The lengths. Values are read on CPU, and on a GPU only under ``FUSEDATTN_VALIDATE=1``, for checks alone.
@@ -83,16 +85,22 @@ def read_lengths(
             expected = f"a tensor, since Sq = {spec.rows_q} differs from Skv = {spec.rows_kv}"
             raise SpecError("cu_seqlens_kv", expected, "None", "Pass the lengths of K and V.")
         cu_seqlens_kv = cu_seqlens_q
-    visible = spec.device.type == "cpu" or settings().validate_values
-    q = _side(spec, "q", cu_seqlens_q, max_seqlen_q, spec.rows_q, visible)
-    kv = _side(spec, "kv", cu_seqlens_kv, max_seqlen_kv, spec.rows_kv, visible)
+    visible = not on_gpu or settings().validate_values
+    q = _side(spec, "q", cu_seqlens_q, max_seqlen_q, spec.rows_q, visible, on_gpu)
+    kv = _side(spec, "kv", cu_seqlens_kv, max_seqlen_kv, spec.rows_kv, visible, on_gpu)
     if ragged:
         check_bias_shape(spec, q.max_seqlen, kv.max_seqlen)
     return Lengths(spec.batch, q, kv)
 
 
 def _side(
-    spec: AttentionSpec, suffix: str, cu_seqlens: Tensor | None, max_seqlen: int | None, rows: int, visible: bool
+    spec: AttentionSpec,
+    suffix: str,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    rows: int,
+    visible: bool,
+    on_gpu: bool,
 ) -> Side:
     offsets = None
     if cu_seqlens is not None:
@@ -108,7 +116,7 @@ def _side(
         raise SpecError(
             name, f"at least the longest sequence, {longest}", str(max_seqlen), "Pass a larger number or None."
         )
-    if spec.device.type != "cpu":
+    if on_gpu:
         # Checked, and then not used, so that a check changes no legal call.
         offsets = None
     if not spec.format.ragged:

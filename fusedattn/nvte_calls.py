@@ -4,20 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from fusedattn import arguments
 from fusedattn.autograd import attend
+from fusedattn.bound import bind, bound_call, signature_of
 from fusedattn.calls import attention_request, layout_for, tracing
-from fusedattn.enums import NVTE_Bias_Type
+from fusedattn.enums import Direction, NVTE_Bias_Type
 from fusedattn.errors import SpecError
-from fusedattn.nvte_pack import bias_of_pack, check_record, checked_pack, engine_of_pack, fill_pack, record_of
+from fusedattn.nvte_pack import (
+    bias_of_pack,
+    bound_pack,
+    check_record,
+    checked_pack,
+    engine_of_pack,
+    fill_pack,
+    record_of,
+)
 from fusedattn.ops import differentiate
 from fusedattn.outputs import check_like, check_no_overlap
-from fusedattn.runtime import Request, backward, forward, lse_dtype, lse_shape, out_shape, resolve, workspace_bytes
+from fusedattn.plan import Plan
+from fusedattn.runtime import (
+    Request,
+    backward,
+    forward,
+    lse_dtype,
+    lse_shape,
+    out_shape,
+    plan_of,
+    resolve,
+    workspace_bytes,
+)
 from fusedattn.tensor_pack import SKIP, NVTETensorPack, Skip, Workspace
 
 Output: TypeAlias = Tensor | Skip | None
@@ -75,7 +95,7 @@ def _request(
     arguments.number("attn_scale", words.attn_scale)
     return attention_request(
         layout, operands, bias, bias_type, words.attn_mask_type, *lengths, words.attn_scale, words.dropout, rng_state,
-        is_training, deterministic, words.engine, autocast=False, dry=dry,
+        is_training, deterministic, words.engine, differentiable=False, dry=dry,
     )  # fmt: skip
 
 
@@ -93,6 +113,15 @@ def run_forward(
     stream: torch.cuda.Stream | None,
 ) -> tuple[Tensor, NVTETensorPack]:
     """Run or query a forward; arguments as in ``nvte_fused_attn_fwd_*``."""
+    plain = s_scale is None and out is None and pack is None and workspace is None and stream is None
+    signature = _signature(words, operands, bias, lengths, rng_state, is_training) if plain else None
+    bound = None if signature is None else bound_call(signature)
+    if bound is not None:
+        attn_scale: Any = words.attn_scale
+        cu_seqlens_q, cu_seqlens_kv = cast(tuple[Tensor | None, ...], lengths[:2])
+        tensors = (bias, cu_seqlens_q, cu_seqlens_kv, rng_state)
+        result, lse = bound.compute(tuple(operands.values()), tensors, attn_scale)
+        return result, bound_pack(bound, lse, bias, rng_state, is_training, attn_scale)
     arguments.optional_tensor("S", s_scale)
     pack = checked_pack("Aux_Output_Tensors", NVTETensorPack() if pack is None else pack)
     if not pack.is_query():
@@ -108,7 +137,7 @@ def run_forward(
         assert workspace is not None
         if not tracing(request):
             resolve(request)
-        workspace.size_bytes = max(1, workspace_bytes(request))
+        workspace.size_bytes = max(1, workspace_bytes(plan_of(request)))
         lse = torch.empty(lse_shape(request.layout, request.operands), dtype=lse_dtype(first.dtype), device="meta")
         fill_pack(pack, request, lse, is_training, None)
         return torch.empty(shape, dtype=first.dtype, device="meta"), pack
@@ -118,13 +147,28 @@ def run_forward(
         fill_pack(pack, request, lse, is_training, None)
         return out, pack
     resolved = resolve(request)
-    _check_workspace(workspace, request)
+    _check_workspace(workspace, resolved.plan)
     if out is not None:
         check_no_overlap({"O": out}, _inputs(operands, request))
     with _on(stream, first):
         out, lse = forward(request, out, resolved)
-        fill_pack(pack, request, lse, is_training, record_of(request, resolved))
+        record = record_of(request, resolved)
+        fill_pack(pack, request, lse, is_training, record)
+    if signature is not None:
+        bind(signature, request, resolved, out, lse, record)
     return out, pack
+
+
+def _signature(
+    words: Words, operands: Mapping[str, Tensor], bias: Tensor | None, lengths: Lengths, rng_state: Tensor | None,
+    is_training: bool,
+) -> tuple[object, ...] | None:  # fmt: skip
+    attn_scale = words.attn_scale
+    if type(attn_scale) is not float:
+        return None
+    cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
+    names = (*words[:5], words.dropout, is_training, attn_scale < 0.0, max_seqlen_q, max_seqlen_kv)
+    return signature_of(names, (*operands.values(), bias, cu_seqlens_q, cu_seqlens_kv, rng_state))
 
 
 def run_backward(
@@ -160,14 +204,18 @@ def run_backward(
     query = _is_query(workspace)
     if tracing(request) and not query:
         return _traced_backward(request, dout, out, pack["softmax_lse"][..., 0], written, like)
-    resolved = None if tracing(request) else resolve(request)
-    if resolved is not None:
+    wants_dbias = bias is not None and dbias is not SKIP
+    if tracing(request):
+        plan, resolved = plan_of(request, Direction.backward, wants_dbias), None
+    else:
+        resolved = resolve(request, Direction.backward, wants_dbias)
+        plan = resolved.plan
         check_record(pack, request, resolved)
     if query:
         assert workspace is not None
-        workspace.size_bytes = max(1, workspace_bytes(request))
+        workspace.size_bytes = max(1, workspace_bytes(plan))
         return tuple(_allocated(value, like[name], "meta") for name, value in written.items())
-    _check_workspace(workspace, request)
+    _check_workspace(workspace, plan)
     inputs = _inputs(operands, request) | {"O": out, "dO": dout, "softmax_lse": pack["softmax_lse"]}
     check_no_overlap({name: value for name, value in written.items() if isinstance(value, Tensor)}, inputs)
     with _on(stream, first):
@@ -221,9 +269,9 @@ def _is_query(workspace: object) -> bool:
     return workspace is not None and workspace.is_query()
 
 
-def _check_workspace(workspace: Workspace | None, request: Request) -> None:
+def _check_workspace(workspace: Workspace | None, plan: Plan) -> None:
     if workspace is not None:
-        workspace.check(workspace_bytes(request), request.operands[0].device)
+        workspace.check(workspace_bytes(plan), plan.spec.device)
 
 
 def _on(stream: torch.cuda.Stream | None, first: Tensor) -> AbstractContextManager[object]:

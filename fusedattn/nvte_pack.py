@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import arguments
+from fusedattn.bound import BoundCall
 from fusedattn.enums import Engine
 from fusedattn.errors import SpecError
 from fusedattn.runtime import Request, Resolved
@@ -73,10 +74,15 @@ def record_of(request: Request, resolved: Resolved) -> ForwardRecord:
         "cu_seqlens of kv": resolved.lengths.kv.offsets,
         "max_seqlen of q": resolved.lengths.q.max_seqlen,
         "max_seqlen of kv": resolved.lengths.kv.max_seqlen,
-        "attn_scale": "nan" if math.isnan(request.attn_scale) else request.attn_scale,
+        "attn_scale": _word(request.attn_scale),
         "dropout": request.dropout,
     }
     return ForwardRecord(problem, resolved.plan.chosen().word)
+
+
+def _word(attn_scale: float) -> float | str:
+    """NaN as a word, which equals itself."""
+    return "nan" if math.isnan(attn_scale) else attn_scale
 
 
 def check_record(pack: NVTETensorPack, request: Request, resolved: Resolved) -> None:
@@ -88,3 +94,24 @@ def check_record(pack: NVTETensorPack, request: Request, resolved: Resolved) -> 
         if noted != value:
             expected = f"the pack of a forward with {name} = {value}"
             raise SpecError("Aux_CTX_Tensors", expected, f"one whose forward had {name} = {noted}")
+
+
+def bound_pack(
+    bound: BoundCall, lse: Tensor, bias: Tensor | None, rng_state: Tensor | None, is_training: bool, attn_scale: float
+) -> NVTETensorPack:
+    """The pack of a bound forward, as ``fill_pack`` fills it."""
+    pack = NVTETensorPack()
+    if not is_training:
+        return pack
+    if rng_state is None or not bound.dropout:
+        copied = torch.zeros(2, dtype=torch.int64, device=lse.device)
+    else:
+        copied = rng_state.clone()
+    tensors = {"softmax_lse": lse.unsqueeze(-1), "rng_state": copied}
+    if bias is not None:
+        tensors["Bias"] = bias
+    record = bound.record
+    if record is not None and attn_scale != bound.attn_scale:
+        record = record._replace(problem=record.problem | {"attn_scale": _word(attn_scale)})
+    pack.fill(tensors, record)
+    return pack

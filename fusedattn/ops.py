@@ -5,20 +5,21 @@ They are functional and pure in ``rng_state``; all checks run inside them, so th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fusedattn.enums import Engine, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
-from fusedattn.runtime import Request, backward, forward, lse_dtype, lse_shape, out_shape
+from fusedattn.runtime import Request, backward, forward, lse_dtype, lse_shape, out_shape, plan_of
 
 # torch.library is not annotated.
 _LIBRARY: Any = cast(Any, torch.library.Library)("fusedattn", "DEF")
 _CALL = (
     "Tensor[] operands, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? rng_state, "
     "int layout, int bias_type, int mask_type, SymInt? max_seqlen_q, SymInt? max_seqlen_kv, "
-    "float attn_scale, float dropout, bool deterministic, str engine"
+    "float attn_scale, float dropout, bool deterministic, str engine, bool bias_gradient"
 )
 _LIBRARY.define(f"fwd({_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] need, {_CALL}) -> Tensor[]")
@@ -36,6 +37,7 @@ class Scalars(NamedTuple):
     dropout: float
     deterministic: bool
     engine: str
+    bias_gradient: bool
 
     @classmethod
     def of(cls, request: Request) -> Scalars:
@@ -50,10 +52,11 @@ class Scalars(NamedTuple):
             request.dropout,
             request.deterministic,
             request.engine.value,
+            request.bias_gradient,
         )
 
 
-def _request(
+def request_of(
     operands: list[Tensor],
     bias: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -61,6 +64,7 @@ def _request(
     rng_state: Tensor | None,
     *scalars: Any,
 ) -> Request:
+    """The request that the arguments of the forward operator stand for."""
     given = Scalars(*scalars)
     return Request(
         layout=NVTE_QKV_Layout(given.layout),
@@ -77,11 +81,28 @@ def _request(
         dropout=given.dropout,
         deterministic=given.deterministic,
         engine=Engine(given.engine),
+        bias_gradient=given.bias_gradient,
     )
 
 
+def chosen_engine(scalars: Scalars, tensors: Sequence[Any]) -> str:
+    """The engine that a forward took, by the word: its request is planned already, so this is a lookup.
+
+    Args:
+        scalars: Of the forward.
+        tensors: bias, cu_seqlens_q, cu_seqlens_kv, rng_state, then the operands.
+
+    Returns:
+        The engine's word.
+
+    Raises:
+        EngineRefusal: None took it.
+    """
+    return plan_of(request_of(list(tensors[4:]), *tensors[:4], *scalars)).chosen().value
+
+
 def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    return forward(_request(*args))
+    return forward(request_of(*args))
 
 
 def _bwd(
@@ -90,7 +111,7 @@ def _bwd(
 ) -> list[Tensor]:  # fmt: skip
     results = _empty_gradients(need, operands, bias)
     targets = [result if needed else None for result, needed in zip(results, need, strict=True)]
-    backward(_request(operands, bias, *rest), dout, dlse, out, lse, targets[:-1], targets[-1])
+    backward(request_of(operands, bias, *rest), dout, dlse, out, lse, targets[:-1], targets[-1])
     return results
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fusedattn.enums import Engine
 from fusedattn.errors import EngineRefusal
@@ -12,7 +12,8 @@ from fusedattn.spec import AttentionSpec
 _PREFERENCE = (Engine.cudnn, Engine.torch)
 
 
-class Plan(NamedTuple):
+@dataclass
+class Plan:
     """The choice for one problem.
 
     Attributes:
@@ -45,11 +46,34 @@ class Plan(NamedTuple):
             raise EngineRefusal(self.requested.word, reasons, able)
         return self.engine
 
+    def fall_back(self, engine: Engine, why: str) -> bool:
+        """Take the torch engine in the place of one that could not build what it needs, now and from now on.
+
+        Args:
+            engine: The one that failed.
+            why: Its reason.
+
+        Returns:
+            Whether that may be: the caller named no engine, and the torch engine takes the problem.
+
+        Raises:
+            Nothing.
+        """
+        if self.requested is not Engine.auto or engine is Engine.torch or Engine.torch.word in self.refused:
+            return False
+        self.refused[engine.word] = (f"build: {why}",)
+        self.engine = Engine.torch
+        self.reason = f"auto: the {engine.word} engine could not build what it needs"
+        return True
+
     def fallback_warning(self) -> str | None:
         """What a user of a GPU should hear: that no fast engine takes the problem; None where that is not so."""
-        if self.requested is Engine.auto and self.engine is Engine.torch and self.spec.device.type == "cuda":
+        if self.requested is Engine.auto and self.engine is Engine.torch and self.spec.target is not None:
             reasons = "; ".join(self.refused[Engine.cudnn.word])
-            return f"fusedattn computes on {self.spec.device} with the torch engine, which is slower: {reasons}"
+            # What could not be built is told once, whichever direction finds it again.
+            direction = "" if reasons.startswith("build: ") else f"{self.spec.direction.word} "
+            what = f"{direction}on {self.spec.device}"
+            return f"fusedattn computes {what} with the torch engine, which is slower: {reasons}"
         return None
 
 

@@ -6,47 +6,15 @@ The same rows choose the engine, write the refusal, skip the test and print the 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from enum import Enum
-from typing import NamedTuple
 
 import torch
 
 from fusedattn.enums import Engine
+from fusedattn.rule import Rule, RuleKind
+from fusedattn.rules_cudnn import CUDNN_ROWS, package_fault
 from fusedattn.spec import AttentionSpec, dtype_word
 
-
-class RuleKind(Enum):
-    """Why a row refuses: the library behind the engine does, or we do not trust or offer it.
-
-    Example:
-        >>> RuleKind.guarded_by_us.value
-        'guarded by us'
-    """
-
-    refused_by_library = "refused by the library"
-    guarded_by_us = "guarded by us"
-
-
-class Rule(NamedTuple):
-    """One row: what must hold for the engine to take a problem.
-
-    Attributes:
-        name: What the row looks at.
-        holds: Whether a problem passes.
-        reason: What is required, as a sentence without subject; ``got`` is appended to it in a refusal.
-        got: The problem's own value.
-        kind: Who refuses.
-    """
-
-    name: str
-    holds: Callable[[AttentionSpec], bool]
-    reason: str
-    got: Callable[[AttentionSpec], str]
-    kind: RuleKind
-
-
-_NOT_HERE = "this release computes fused attention with the torch engine only"
+_NOT_HERE = "this release has no CUDA kernel for fused attention"
 
 
 def _dtypes(spec: AttentionSpec) -> list[torch.dtype]:
@@ -64,25 +32,14 @@ def _no_float8(spec: AttentionSpec) -> bool:
 _FP8 = Rule("FP8", _no_float8, "FP8 is not offered yet", _dtype_words, RuleKind.guarded_by_us)
 _CUDA_DEVICE = Rule(
     "device",
-    lambda spec: spec.device.type == "cuda",
+    lambda spec: spec.target is not None,
     "needs tensors on a CUDA device",
     lambda spec: str(spec.device),
     RuleKind.refused_by_library,
 )
 
 RULES: dict[Engine, tuple[Rule, ...]] = {
-    Engine.cudnn: (
-        Rule("release", lambda spec: False, _NOT_HERE, lambda spec: "engine 'cudnn'", RuleKind.guarded_by_us),
-        _FP8,
-        _CUDA_DEVICE,
-        Rule(
-            "dtype",
-            lambda spec: spec.dtype in (torch.float16, torch.bfloat16),
-            "Q, K and V must be float16 or bfloat16",
-            lambda spec: dtype_word(spec.dtype),
-            RuleKind.refused_by_library,
-        ),
-    ),
+    Engine.cudnn: (_FP8, *CUDNN_ROWS),
     Engine.cuda: (
         Rule("release", lambda spec: False, _NOT_HERE, lambda spec: "engine 'cuda'", RuleKind.guarded_by_us),
         _FP8,
@@ -121,7 +78,7 @@ def refusals(engine: Engine, spec: AttentionSpec) -> tuple[str, ...]:
         >>> spec = AttentionSpec.of(layout=NVTE_QKV_Layout.NVTE_BHSD_BHSD_BHSD, operands=(q, q, q))
         >>> refusals(Engine.torch, spec)
         ()
-        >>> refusals(Engine.cudnn, spec)[2]
+        >>> refusals(Engine.cudnn, spec)[1]
         'dtype: Q, K and V must be float16 or bfloat16, got float32'
     """
     failed = (rule for rule in RULES[engine] if not rule.holds(spec))
@@ -141,12 +98,12 @@ def availability() -> dict[Engine, str | None]:
         >>> availability()[Engine.torch] is None
         True
     """
-    found: dict[Engine, str | None] = {Engine.torch: None}
-    for engine, module in ((Engine.cudnn, "cudnn"), (Engine.cuda, "cuda.core")):
-        reasons = [_NOT_HERE]
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
-            reasons.append(f"the package '{module}' is not installed")
-        if not torch.cuda.is_available():
-            reasons.append("torch finds no CUDA device")
-        found[engine] = "; ".join(reasons)
-    return found
+    no_gpu = [] if torch.cuda.is_available() else ["torch finds no CUDA device"]
+    fault = package_fault()
+    missing = importlib.util.find_spec("cuda") is None
+    reasons = {
+        Engine.torch: [],
+        Engine.cudnn: ([] if fault is None else [fault]) + no_gpu,
+        Engine.cuda: [_NOT_HERE, *(["the package 'cuda.core' is not installed"] if missing else []), *no_gpu],
+    }
+    return {engine: "; ".join(texts) or None for engine, texts in reasons.items()}

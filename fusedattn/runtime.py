@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedattn.cache import on_clear
+from fusedattn.devices import engine_on, pretend, target_of
 from fusedattn.engines.base import AttentionEngine, Gradients, Problem
-from fusedattn.engines.torch_tiled import TorchEngine
-from fusedattn.enums import Engine, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
+from fusedattn.enums import Direction, Engine, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
+from fusedattn.errors import BuildError
 from fusedattn.layouts import LAYOUTS, logical, unpack
 from fusedattn.lengths import Lengths, read_lengths
 from fusedattn.plan import Plan, make_plan
 from fusedattn.spec import AttentionSpec, TensorSpec
 
-_ENGINES: dict[Engine, AttentionEngine] = {Engine.torch: TorchEngine()}
+__all__ = ["Request", "Resolved", "backward", "forward", "lengths_of", "plan_of", "pretend", "resolve"]
+
 _PLANS: dict[object, Plan] = {}
 _PLANS_CAPACITY = 4096
 _WARNED: set[str] = set()
@@ -38,6 +41,7 @@ class Request(NamedTuple):
         attn_scale: Factor of the scores.
         dropout: Probability in effect: 0 outside training.
         deterministic: Whether results must be the same in every run.
+        bias_gradient: Whether a backward may ask for the gradient of the bias.
     """
 
     layout: NVTE_QKV_Layout
@@ -54,6 +58,7 @@ class Request(NamedTuple):
     dropout: float
     deterministic: bool
     engine: Engine
+    bias_gradient: bool
 
 
 class Resolved(NamedTuple):
@@ -63,11 +68,15 @@ class Resolved(NamedTuple):
     lengths: Lengths
 
 
-def plan_of(request: Request) -> Plan:
+def plan_of(request: Request, direction: Direction = Direction.forward, bias_gradient: bool = False) -> Plan:
     """The plan of a request, remembered by its signature; values of tensors are not looked at.
+
+    With dropout both directions have one plan, so that they drop alike.
 
     Args:
         request: The call.
+        direction: Which half of it.
+        bias_gradient: Whether a backward is asked for the gradient of the bias.
 
     Returns:
         The plan, which may have no engine.
@@ -77,9 +86,12 @@ def plan_of(request: Request) -> Plan:
     """
     capturing = request.operands[0].is_cuda and torch.cuda.is_current_stream_capturing()
     tensors = (*request.operands, request.bias, request.cu_seqlens_q, request.cu_seqlens_kv, request.rng_state)
+    dropout, negative_scale = request.dropout > 0.0, request.attn_scale < 0.0
+    if dropout:
+        direction, bias_gradient = Direction.forward, request.bias_gradient
     signature = (
-        request.layout, request.bias_type, request.mask_type, request.dropout > 0.0, request.deterministic,
-        request.engine, capturing,
+        request.layout, request.bias_type, request.mask_type, dropout, request.deterministic, request.engine,
+        direction, bias_gradient, negative_scale, capturing,
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
     )  # fmt: skip
     plan = _PLANS.get(signature)
@@ -95,8 +107,12 @@ def plan_of(request: Request) -> Plan:
             cu_seqlens_q=described[count + 1],
             cu_seqlens_kv=described[count + 2],
             rng_state=described[count + 3],
-            dropout=request.dropout > 0.0,
+            dropout=dropout,
             deterministic=request.deterministic,
+            direction=direction,
+            bias_gradient=bias_gradient,
+            negative_scale=negative_scale,
+            target=target_of(request.operands[0].device),
             capturing=capturing,
         )
         plan = make_plan(spec, request.engine)
@@ -108,16 +124,18 @@ def plan_of(request: Request) -> Plan:
 
 def lengths_of(request: Request, plan: Plan) -> Lengths:
     """The lengths of a planned request; raises like ``read_lengths``."""
-    return read_lengths(
-        plan.spec, request.cu_seqlens_q, request.cu_seqlens_kv, request.max_seqlen_q, request.max_seqlen_kv
+    cu_seqlens, max_seqlens = (
+        (request.cu_seqlens_q, request.cu_seqlens_kv),
+        (request.max_seqlen_q, request.max_seqlen_kv),
     )
+    return read_lengths(plan.spec, *cu_seqlens, *max_seqlens, on_gpu=plan.spec.target is not None)
 
 
-def resolve(request: Request) -> Resolved:
+def resolve(request: Request, direction: Direction = Direction.forward, bias_gradient: bool = False) -> Resolved:
     """Check a request whole, lengths included, and see that an engine takes it.
 
     Args:
-        request: The call.
+        request, direction, bias_gradient: As in ``plan_of``.
 
     Returns:
         Its plan and lengths.
@@ -126,14 +144,34 @@ def resolve(request: Request) -> Resolved:
         SpecError: An argument is wrong.
         EngineRefusal: No engine that may compute it takes it.
     """
-    plan = plan_of(request)
+    plan = plan_of(request, direction, bias_gradient)
     plan.chosen()
     lengths = lengths_of(request, plan)
+    _warn(plan)
+    return Resolved(plan, lengths)
+
+
+def _warn(plan: Plan) -> None:
     warning = plan.fallback_warning()
     if warning is not None and warning not in _WARNED:
         _WARNED.add(warning)
-        warnings.warn(warning, RuntimeWarning, stacklevel=3)
-    return Resolved(plan, lengths)
+        warnings.warn(warning, RuntimeWarning, stacklevel=4)
+
+
+def _compute(plan: Plan, compute: Callable[[AttentionEngine], None]) -> None:
+    """Compute with the plan's engine; under ``auto``, where that cannot build what it needs, with the torch engine."""
+    device = plan.spec.device
+    engine = plan.chosen()
+    try:
+        compute(engine_on(device, engine))
+    except BuildError as error:
+        if plan.spec.capturing:
+            # What is missing may be there at the next capture.
+            plan = replace(plan, refused=dict(plan.refused))
+        if not plan.fall_back(engine, str(error)):
+            raise
+        _warn(plan)
+        compute(engine_on(device, plan.chosen()))
 
 
 def out_shape(layout: NVTE_QKV_Layout, operands: Sequence[Tensor]) -> tuple[int, ...]:
@@ -192,8 +230,8 @@ def forward(request: Request, out: Tensor | None = None, resolved: Resolved | No
         out = first.new_empty(out_shape(request.layout, request.operands))
     lse = first.new_empty(lse_shape(request.layout, request.operands), dtype=lse_dtype(first.dtype))
     with torch.no_grad(), _without_autocast(first.device.type):
-        view = logical(plan.spec.format.format, out)
-        _ENGINES[plan.chosen()].forward(_problem(request, plan, lengths), view, lse)
+        view, problem = logical(plan.spec.format.format, out), problem_of(request, plan, lengths)
+        _compute(plan, lambda engine: engine.forward(problem, view, lse))
     return out, lse
 
 
@@ -222,7 +260,9 @@ def backward(
         SpecError: An argument is wrong.
         EngineRefusal: No engine that may compute it takes it.
     """
-    plan, lengths = resolve(request) if resolved is None else resolved
+    if resolved is None:
+        resolved = resolve(request, Direction.backward, bias_gradient is not None)
+    plan, lengths = resolved
     layout = plan.spec.format
     with torch.no_grad(), _without_autocast(dout.device.type):
         parts: list[Tensor | None] = []
@@ -231,21 +271,22 @@ def backward(
             parts += [None if part is None else logical(layout.format, part) for part in split]
         views = Gradients(parts[0], parts[1], parts[2], bias_gradient)
         dout_view, out_view = logical(layout.format, dout), logical(layout.format, out)
-        engine = _ENGINES[plan.chosen()]
-        engine.backward(_problem(request, plan, lengths), dout_view, dlse, out_view, lse, views)
+        problem = problem_of(request, plan, lengths)
+        _compute(plan, lambda engine: engine.backward(problem, dout_view, dlse, out_view, lse, views))
 
 
-def workspace_bytes(request: Request) -> int:
-    """Scratch memory that the chosen engine wants from the caller, in bytes; raises like ``resolve``."""
-    plan = plan_of(request)
-    return _ENGINES[plan.chosen()].workspace_bytes(plan.spec)
+def workspace_bytes(plan: Plan) -> int:
+    """Scratch memory that the chosen engine wants from the caller, in bytes; raises ``EngineRefusal``."""
+    return engine_on(plan.spec.device, plan.chosen()).workspace_bytes(plan.spec)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Autocast would run the float32 products of an engine in a lower precision."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    on = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
-def _problem(request: Request, plan: Plan, lengths: Lengths) -> Problem:
+def problem_of(request: Request, plan: Plan, lengths: Lengths) -> Problem:
+    """What an engine gets of a call."""
     q, k, v = unpack(plan.spec.format, request.operands)
     return Problem(plan.spec, lengths, q, k, v, request.bias, request.attn_scale, request.dropout, request.rng_state)

@@ -11,9 +11,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch import Tensor
 
-from fusedattn.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
+from fusedattn.enums import Direction, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
 from fusedattn.errors import SpecError
 from fusedattn.layouts import LAYOUTS, Layout
+from fusedattn.target import DeviceTarget
 
 _AXES = {"thd": "THD", "bshd": "BSHD", "sbhd": "SBHD", "bhsd": "BHSD"}
 _NUMBER_OF = {2: "K and V", 3: "Q, K and V"}
@@ -59,6 +60,10 @@ class AttentionSpec(BaseModel):
         rng_state: ``[2]`` int64, or None.
         dropout: Whether the dropout probability is above 0.
         deterministic: Whether results must be the same in every run.
+        direction: Whether the problem is a forward or a backward.
+        bias_gradient: Whether backward is, or with dropout will be, asked for the gradient of the bias.
+        negative_scale: Whether the factor of the scores is below 0.
+        target: The GPU that the tensors are on; None on CPU.
         capturing: Whether a CUDA graph is being captured.
 
     Raises:
@@ -83,6 +88,10 @@ class AttentionSpec(BaseModel):
     rng_state: TensorSpec | None = None
     dropout: bool = False
     deterministic: bool = False
+    direction: Direction = Direction.forward
+    bias_gradient: bool = False
+    negative_scale: bool = False
+    target: DeviceTarget | None = None
     capturing: bool = False
 
     @classmethod

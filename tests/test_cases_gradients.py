@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedattn import SKIP, fused_attention, nvte_fused_attn_bwd_qkvpacked, nvte_fused_attn_fwd_qkvpacked, runtime
+from fusedattn import SKIP, fused_attention, nvte_fused_attn_bwd_qkvpacked, nvte_fused_attn_fwd_qkvpacked
+from fusedattn.devices import CPU_ENGINES
 from fusedattn.engines.base import Gradients, Problem
 from fusedattn.engines.torch_tiled import TorchEngine
 from fusedattn.enums import Engine
@@ -31,7 +32,7 @@ class Recorder(TorchEngine):
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     engine = Recorder()
-    monkeypatch.setitem(runtime._ENGINES, Engine.torch, engine)
+    monkeypatch.setitem(CPU_ENGINES, Engine.torch, engine)
     return engine
 
 

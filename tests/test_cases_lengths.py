@@ -7,7 +7,8 @@ import torch
 from test_grid import judge
 from torch import Tensor
 
-from fusedattn import SpecError, fused_attention, fused_attention_qkvpacked, nvte_fused_attn_fwd_qkvpacked, runtime
+from fusedattn import SpecError, fused_attention, fused_attention_qkvpacked, nvte_fused_attn_fwd_qkvpacked
+from fusedattn.devices import CPU_ENGINES
 from fusedattn.engines.torch_tiled import TorchEngine
 from fusedattn.enums import Engine
 from fusedattn.runs.oracle import Case, run_case, run_case_nvte
@@ -17,7 +18,7 @@ NAN, INF = math.nan, math.inf
 
 @pytest.fixture(params=[True, False], ids=["lengths read", "lengths unread"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(runtime._ENGINES, Engine.torch, TorchEngine(reads_lengths=request.param))
+    monkeypatch.setitem(CPU_ENGINES, Engine.torch, TorchEngine(reads_lengths=request.param))
 
 
 def cu(*offsets: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from test_grid import judge
 from torch import Tensor
 
-from fusedattn import runtime
+from fusedattn.devices import CPU_ENGINES
 from fusedattn.engines.torch_tiled import TorchEngine
 from fusedattn.enums import Engine
 from fusedattn.runs.oracle import Case, run_case
@@ -19,7 +19,7 @@ SPLIT = "bshd_bshd_bshd"
 
 @pytest.fixture(params=[True, False], ids=["lengths read", "lengths unread"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(runtime._ENGINES, Engine.torch, TorchEngine(reads_lengths=request.param))
+    monkeypatch.setitem(CPU_ENGINES, Engine.torch, TorchEngine(reads_lengths=request.param))
 
 
 def column(*values: float) -> Tensor:

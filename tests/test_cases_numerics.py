@@ -8,7 +8,8 @@ import torch
 from test_grid import judge
 from torch import Tensor
 
-from fusedattn import fused_attention, nvte_fused_attn_fwd_kvpacked, runtime
+from fusedattn import fused_attention, nvte_fused_attn_fwd_kvpacked
+from fusedattn.devices import CPU_ENGINES
 from fusedattn.engines.torch_tiled import TorchEngine
 from fusedattn.enums import Engine
 from fusedattn.runs.oracle import Case, run_case
@@ -76,7 +77,7 @@ def test_n1_a_number_that_is_not_masked_shows(
     name: str, value: float, dtype: torch.dtype, reads_lengths: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through its live pairs and through no others: rows 0-1 see keys 0-1, rows 2-3 see keys 2-4."""
-    monkeypatch.setitem(runtime._ENGINES, Engine.torch, TorchEngine(reads_lengths=reads_lengths))
+    monkeypatch.setitem(CPU_ENGINES, Engine.torch, TorchEngine(reads_lengths=reads_lengths))
     tensors = {x: torch.randn(1, 4, 2, 8).to(dtype) for x in ("q", "dout")}
     tensors |= {x: torch.randn(1, 5, 2, 8).to(dtype) for x in ("k", "v")}
     tensors["dlse"] = torch.randn(1, 2, 4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)

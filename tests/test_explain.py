@@ -4,15 +4,29 @@ from typing import Any
 
 import pytest
 import torch
+from cudnn_recorder import Recorder
 
-from fusedattn import Engine, EngineRefusal, Explanation, NVTE_QKV_Layout, SpecError, explain, fused_attention
+from fusedattn import (
+    Direction,
+    Engine,
+    EngineRefusal,
+    Explanation,
+    NVTE_QKV_Layout,
+    SpecError,
+    explain,
+    fused_attention,
+    rules,
+)
 from fusedattn.plan import make_plan
 from fusedattn.rules import RULES, RuleKind, availability, refusals
+from fusedattn.runtime import pretend
 from fusedattn.spec import AttentionSpec, TensorSpec
+from fusedattn.target import TARGETS
 
-RELEASE = "release: this release computes fused attention with the torch engine only, got engine '{}'"
+RELEASE = "release: this release has no CUDA kernel for fused attention, got engine 'cuda'"
 DEVICE = "device: needs tensors on a CUDA device, got cpu"
 DTYPE = "dtype: Q, K and V must be float16 or bfloat16, got {}"
+HEAD_DIM = "head dimension: D must be a multiple of 8, got D = 4"
 FP8 = "FP8: FP8 is not offered yet, got {}"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CU = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -29,9 +43,10 @@ def test_torch_computes(engine: Engine | str, dtype: torch.dtype) -> None:
     assert got.reason == (
         "auto: on cpu the torch engine is the first that takes the problem" if engine == "auto" else named
     )
-    half = dtype in DTYPES[:2]
-    cudnn = (RELEASE.format("cudnn"), DEVICE, *(() if half else (DTYPE.format(str(dtype)[6:]),)))
-    assert got.refused == {"cudnn": cudnn, "cuda": (RELEASE.format("cuda"), DEVICE)}
+    refused = [DEVICE] if dtype in DTYPES[:2] else [DEVICE, DTYPE.format(str(dtype)[6:])]
+    assert got.refused == {"cudnn": (*refused, HEAD_DIM), "cuda": (RELEASE, DEVICE)}
+    assert got.notes == ()
+    assert got.backward == got._replace(backward=None)
 
 
 @pytest.mark.parametrize("engine", ["cudnn", "cuda"])
@@ -100,12 +115,88 @@ def test_computes_nothing_and_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+# On a GPU: what the backward needs, and what to know of results
+
+SHAPE = (2, 16, 2, 64)
+BIAS = torch.zeros(1, 2, 16, 16)
+NOT_FINITE = (
+    "K or V that are not finite past the end of a sequence, or at a key that mask or bias rule out, make rows NaN "
+    "that read them in a tile of up to 128 keys, since cuDNN multiplies them by 0."
+)
+PATTERN = "The dropout pattern is that of the {} engine; others drop other probabilities."
+WIDE = "wide dBias: the gradient of a bias must be float16 or bfloat16, got [1, 2, 16, 16] of float32"
+
+
+def on_gpu(dtype: torch.dtype = torch.bfloat16, **call: Any) -> Explanation:
+    q = torch.zeros(SHAPE, dtype=dtype)
+    with pretend(TARGETS["h100"], Recorder()):
+        return explain(q, q, q, **call)
+
+
+def test_backward_asks_for_the_gradient_of_a_bias_that_requires_one() -> None:
+    frozen = on_gpu(bias=BIAS)
+    assert (frozen.engine, frozen.backward.engine) == ("cudnn", "cudnn")
+    learned = on_gpu(bias=BIAS.clone().requires_grad_())
+    assert (learned.engine, learned.backward.engine) == ("cudnn", "torch")
+    assert learned.backward.refused["cudnn"] == (WIDE,)
+    assert "cudnn" not in learned.refused
+    assert learned.backward.reason == "auto: on cpu the torch engine is the first that takes the problem"
+    assert learned.backward.backward is None
+
+
+def test_with_dropout_both_directions_have_one_engine() -> None:
+    learned = on_gpu(bias=BIAS.clone().requires_grad_(), dropout=0.5)
+    assert (learned.engine, learned.backward.engine) == ("torch", "torch")
+    assert learned.refused["cudnn"] == learned.backward.refused["cudnn"] == (WIDE,)
+    assert learned.notes == learned.backward.notes == (PATTERN.format("torch"),)
+    assert on_gpu(bias=BIAS, dropout=0.5).backward.engine == "cudnn"
+
+
+LENGTHS = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "notes"),
+    [
+        ({}, ()),
+        ({"attn_mask_type": "causal"}, (NOT_FINITE,)),
+        ({"attn_mask_type": "padding", "cu_seqlens_q": LENGTHS}, (NOT_FINITE,)),
+        ({"bias": BIAS}, (NOT_FINITE,)),
+        ({"dropout": 0.5}, (PATTERN.format("cudnn"),)),
+        ({"dropout": 0.5, "attn_mask_type": "causal"}, (NOT_FINITE, PATTERN.format("cudnn"))),
+        ({"dropout": 0.5, "is_training": False}, ()),
+        ({"attn_mask_type": "causal", "engine": "torch"}, ()),
+        ({"attn_mask_type": "causal", "dtype": torch.float32}, ()),
+        ({"attn_mask_type": "causal", "dtype": torch.float32, "engine": "cudnn", "dropout": 0.5}, ()),
+    ],
+)
+def test_notes(call: dict[str, Any], notes: tuple[str, ...]) -> None:
+    found = on_gpu(**call)
+    assert found.notes == found.backward.notes == notes
+
+
+def test_ragged_sequences_have_ends() -> None:
+    q = torch.zeros(12, 2, 64, dtype=torch.float16)
+    with pretend(TARGETS["a100"], Recorder()):
+        found = explain(q, q, q, qkv_layout="thd_thd_thd", cu_seqlens_q=LENGTHS, max_seqlen_q=8, max_seqlen_kv=8)
+    assert (found.engine, found.notes) == ("cudnn", (NOT_FINITE,))
+
+
+def test_nothing_is_built() -> None:
+    recorder = Recorder()
+    with pretend(TARGETS["h100"], recorder):
+        q = torch.zeros(SHAPE, dtype=torch.float16)
+        assert explain(q, q, q).engine == "cudnn"
+    assert not recorder.keys
+
+
 # The rules
 
 
 def spec(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any) -> AttentionSpec:
-    q = TensorSpec.of(torch.empty(1, 2, 3, 4, dtype=dtype))._replace(device=torch.device(device))
-    return AttentionSpec.of(layout=NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, operands=(q, q, q), **changes)
+    q = TensorSpec.of(torch.empty(1, 2, 3, 8, dtype=dtype))._replace(device=torch.device(device))
+    target = TARGETS["h100"] if device == "cuda" else None
+    return AttentionSpec.of(layout=NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, operands=(q, q, q), target=target, **changes)
 
 
 def test_capture_with_dropout_is_refused() -> None:
@@ -115,14 +206,18 @@ def test_capture_with_dropout_is_refused() -> None:
     assert refusals(Engine.torch, spec("cuda", capturing=True)) == ()
     with pytest.raises(EngineRefusal, match="capture: dropout reads rng_state"):
         make_plan(spec("cuda", dropout=True, capturing=True), Engine.auto).chosen()
+    half = spec("cuda", torch.float16, dropout=True, capturing=True)
+    assert make_plan(half, Engine.auto).chosen() is Engine.cudnn
 
 
-def test_gpu_user_hears_why_no_fast_engine_computes() -> None:
-    warning = make_plan(spec("cuda"), Engine.auto).fallback_warning()
-    assert warning is not None
-    assert warning.startswith("fusedattn computes on cuda with the torch engine, which is slower: release: ")
-    assert DTYPE.format("float32") in warning
-    assert make_plan(spec("cuda"), Engine.torch).fallback_warning() is None
+@pytest.mark.parametrize("direction", Direction)
+def test_gpu_user_hears_why_no_fast_engine_computes(direction: Direction) -> None:
+    problem = spec("cuda", direction=direction)
+    warning = make_plan(problem, Engine.auto).fallback_warning()
+    head = f"fusedattn computes {direction.word} on cuda with the torch engine, which is slower: "
+    assert warning == head + DTYPE.format("float32")
+    assert make_plan(problem, Engine.torch).fallback_warning() is None
+    assert make_plan(spec("cuda", torch.float16, direction=direction), Engine.auto).fallback_warning() is None
     assert make_plan(spec("cpu"), Engine.auto).fallback_warning() is None
 
 
@@ -141,11 +236,15 @@ def test_rows_are_complete(engine: Engine) -> None:
     )
 
 
-def test_availability_tells_why_not() -> None:
+def test_availability_tells_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = availability()
     assert list(found) == [Engine.torch, Engine.cudnn, Engine.cuda]
     assert found[Engine.torch] is None
-    for engine in (Engine.cudnn, Engine.cuda):
-        assert "with the torch engine only" in (found[engine] or "")
-        if not torch.cuda.is_available():
-            assert "torch finds no CUDA device" in (found[engine] or "")
+    assert found[Engine.cudnn] == "torch finds no CUDA device"
+    assert (found[Engine.cuda] or "").startswith("this release has no CUDA kernel for fused attention; ")
+    monkeypatch.setattr(rules, "package_fault", lambda: "nvidia-cudnn-frontend is not installed")
+    assert availability()[Engine.cudnn] == "nvidia-cudnn-frontend is not installed; torch finds no CUDA device"
+    monkeypatch.setattr(rules, "package_fault", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert availability()[Engine.cudnn] is None

@@ -9,7 +9,7 @@ import types
 import pytest
 
 import fusedattn
-from fusedattn import EngineRefusal, FusedAttnError, RunFileError, SpecError
+from fusedattn import BuildError, BundleError, EngineRefusal, FusedAttnError, RunFileError, SpecError
 
 # Names and order as in TransformerEngine 0.9's fused_attn.h.
 SIGNATURES = {
@@ -87,6 +87,8 @@ ERRORS = [
     SpecError("q", "rank 4", "rank 3"),
     EngineRefusal("cudnn", {"cudnn": ("dtype: no", "device: no")}, ("torch",)),
     EngineRefusal("auto", {"cudnn": ("no",), "torch": ("no",)}, ()),
+    BuildError("a plan", "there is none", "Try another."),
+    BundleError("plans", "it is damaged", "Write it again."),
     RunFileError("problems.0: wrong"),
 ]
 

@@ -8,7 +8,8 @@ import torch
 from test_grid import LAYOUTS, RAGGED, RNG_STATE, cu
 from torch import Tensor
 
-from fusedattn import fused_attention, fused_attention_kvpacked, fused_attention_qkvpacked, runtime
+from fusedattn import fused_attention, fused_attention_kvpacked, fused_attention_qkvpacked
+from fusedattn.devices import CPU_ENGINES
 from fusedattn.engines.torch_tiled import TorchEngine
 from fusedattn.enums import Engine
 
@@ -95,7 +96,7 @@ def test_scale(bias_type: str, scale: float) -> None:
 def test_where_lengths_are_not_read(
     layout: str, bias_type: str, mask_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(runtime._ENGINES, Engine.torch, TorchEngine(reads_lengths=False))
+    monkeypatch.setitem(CPU_ENGINES, Engine.torch, TorchEngine(reads_lengths=False))
     check(layout, bias_type, mask_type)
     check(layout, bias_type, mask_type, dropout=0.4, rng_state=RNG_STATE)
 

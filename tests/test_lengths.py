@@ -44,7 +44,7 @@ def ragged(device: str, bias: tuple[int, ...] | None = None) -> AttentionSpec:
 
 
 def read(spec: AttentionSpec, max_q: int | None = None, max_kv: int | None = None, cu_q: Tensor = CU_Q) -> Lengths:
-    return read_lengths(spec, cu_q, CU_KV, max_q, max_kv)
+    return read_lengths(spec, cu_q, CU_KV, max_q, max_kv, on_gpu=spec.device.type != "cpu")
 
 
 def test_on_cpu_values_are_read() -> None:
@@ -69,6 +69,15 @@ def test_on_another_device_values_are_not_read() -> None:
     lengths = read(ragged("cuda"), 6, 4, cu_q=bad)
     assert lengths.q.offsets is None
     assert (lengths.q.max_seqlen, lengths.kv.max_seqlen) == (6, 4)
+
+
+def test_where_tensors_count_as_on_a_gpu_their_device_does_not_matter() -> None:
+    """What is taken for a GPU's, as `runtime.pretend` does with tensors on CPU, is not read either."""
+    bad = torch.tensor([5, 3, 3, 80], dtype=torch.int32)
+    lengths = read_lengths(ragged("cpu"), bad, CU_KV, 6, 4, on_gpu=True)
+    assert (lengths.q.offsets, lengths.kv.offsets) == (None, None)
+    with pytest.raises(SpecError, match="0 as its first entry, got 5"):
+        read_lengths(ragged("cpu"), bad, CU_KV, 6, 4, on_gpu=False)
 
 
 @pytest.mark.parametrize(

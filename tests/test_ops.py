@@ -21,11 +21,11 @@ def calls() -> dict[str, tuple[object, ...]]:
     bias = torch.randn(1, 3, 1, 5).expand(2, 3, 1, 5)
     packed = ([torch.randn(11, 3, 2, 4)], None, CU_SEQLENS, None)
     return {
-        "t3hd causal": (*packed, None, T3HD, NO_BIAS, CAUSAL, None, None, 0.5, 0.0, False, "auto"),
-        "t3hd dropout": (*packed, rng_state, T3HD, NO_BIAS, CAUSAL, 6, 6, 0.5, 0.5, True, "torch"),
+        "t3hd causal": (*packed, None, T3HD, NO_BIAS, CAUSAL, None, None, 0.5, 0.0, False, "auto", True),
+        "t3hd dropout": (*packed, rng_state, T3HD, NO_BIAS, CAUSAL, 6, 6, 0.5, 0.5, True, "torch", True),
         "bshd strided, expanded bias": (
             [wide, q.bfloat16().transpose(0, 1).contiguous().transpose(0, 1), wide[..., :1].expand_as(wide)],
-            bias, None, None, None, BSHD, POST_SCALE, CAUSAL, None, None, 0.5, 0.0, False, "auto",
+            bias, None, None, None, BSHD, POST_SCALE, CAUSAL, None, None, 0.5, 0.0, False, "auto", True,
         ),
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_grid import DTYPES, LAYOUTS, ORDER, RAGGED, cu
 from torch import Tensor
 
-from fusedattn import runtime
+from fusedattn.devices import CPU_ENGINES
 from fusedattn.engines.torch_tiled import TorchEngine
 from fusedattn.enums import Engine
 from fusedattn.runs.oracle import Case, compare, eager, expected, keep_mask, run_case
@@ -115,7 +115,7 @@ def test_agrees_with_the_reference(problem: tuple[Case, Tensor, Tensor | None]) 
 @given(problems())
 def test_agrees_where_lengths_are_not_read(problem: tuple[Case, Tensor, Tensor | None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(runtime._ENGINES, Engine.torch, TorchEngine(reads_lengths=False))
+        patch.setitem(CPU_ENGINES, Engine.torch, TorchEngine(reads_lengths=False))
         agrees(*problem)
 
 

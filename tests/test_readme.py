@@ -36,7 +36,7 @@ def test_tables_are_up_to_date(tables: ModuleType) -> None:
     assert tables.updated(README.replace("| yes |", "| no |")) == README
 
 
-@pytest.mark.parametrize("command", ["quickstart", "test", "check", "readme_tables.py"])
+@pytest.mark.parametrize("command", ["quickstart", "test", "check", "check_cudnn_versions", "readme_tables.py"])
 def test_scripts_that_it_names_exist(command: str) -> None:
     assert f"scripts/{command}" in README
     assert (ROOT / "scripts" / command).is_file()

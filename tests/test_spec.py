@@ -6,11 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fusedattn import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, SpecError, clear_caches
+from fusedattn import Direction, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, SpecError, clear_caches
 from fusedattn.layouts import LAYOUTS, unpack
 from fusedattn.runs.oracle import Case, run_case
 from fusedattn.runtime import _PLANS
 from fusedattn.spec import AttentionSpec, TensorSpec, check_bias_shape, dtype_word
+from fusedattn.target import TARGETS
 
 # B = 2, H = 3, D = 11; Sq = 5 and Skv = 7, or 13 and 17 tokens.
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -55,6 +56,27 @@ def test_spec_is_frozen_hashable_and_closed(layout: str) -> None:
         spec.dropout = True  # type: ignore[misc]
     with pytest.raises(ValidationError, match="attn_scale"):
         AttentionSpec.of(**fields(layout), attn_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"direction": Direction.backward},
+        {"bias_gradient": True},
+        {"negative_scale": True},
+        {"capturing": True},
+        {"dropout": True},
+        {"target": TARGETS["h100"]},
+        {"target": TARGETS["b200"]},
+    ],
+    ids=str,
+)
+def test_what_engines_choose_by_is_part_of_it(change: dict[str, Any]) -> None:
+    plain, changed = AttentionSpec.of(**fields("t3hd")), AttentionSpec.of(**fields("t3hd", **change))
+    (name,) = change
+    assert getattr(changed, name) == change[name] != getattr(plain, name)
+    assert changed != plain
+    assert (plain.direction, plain.target) == (Direction.forward, None)
 
 
 @pytest.mark.parametrize("layout", SHAPES)
@@ -136,14 +158,14 @@ def test_enums_default_to_none() -> None:
 
 @pytest.mark.parametrize("layout", SHAPES)
 def test_numbers_are_no_part_of_the_plan(layout: str) -> None:
-    """One plan for every scale, length and probability; a NaN scale is legal and gives NaN."""
+    """One plan for every scale of a sign, length and probability; a NaN scale is legal and gives NaN."""
     operands = tuple(torch.randn(shape) for shape in SHAPES[layout])
     lengths = {"cu_seqlens_q": torch.tensor([0, 5, 13]), "cu_seqlens_kv": torch.tensor([0, 7, 17])}
     if layout == "t3hd":
         lengths.pop("cu_seqlens_kv")
     case = {"operands": operands, "layout": layout} | (lengths if layout[0] == "t" else {})
     clear_caches()
-    scaled = {scale: run_case(Case(**case, attn_scale=scale)) for scale in (0.5, 0.0, -1.0, float("nan"))}
+    scaled = {scale: run_case(Case(**case, attn_scale=scale)) for scale in (0.5, 0.0, 3e4, float("nan"))}
     assert len(_PLANS) == 1
     assert len({value["out"].sum().item() for value in scaled.values()}) == 4
     assert all(value["out"].isfinite().all() for scale, value in scaled.items() if scale == scale)
@@ -153,3 +175,6 @@ def test_numbers_are_no_part_of_the_plan(layout: str) -> None:
     if layout[0] == "t":
         run_case(Case(**case | {"cu_seqlens_q": torch.tensor([0, 4, 13])}))
         assert len(_PLANS) == 1
+    assert run_case(Case(**case, attn_scale=-1.0))["out"].isfinite().all()
+    run_case(Case(**case, attn_scale=-0.5))
+    assert sorted(plan.spec.negative_scale for plan in _PLANS.values()) == [False, True]

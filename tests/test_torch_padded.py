@@ -8,7 +8,7 @@ import torch
 from test_grid import DTYPES, LAYOUTS, RAGGED, TILED, WORDS, combinations, cu, judge, problem
 from torch import Tensor
 
-from fusedattn import runtime
+from fusedattn.devices import CPU_ENGINES
 from fusedattn.engines import torch_blocks, torch_padded
 from fusedattn.engines.base import Gradients, Problem
 from fusedattn.engines.torch_tiled import TorchEngine
@@ -25,7 +25,7 @@ LARGEST = 2**31 - 1
 def engine(monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
     """In the place of the engine that reads the lengths of CPU tensors."""
     blind = TorchEngine(reads_lengths=False)
-    monkeypatch.setitem(runtime._ENGINES, Engine.torch, blind)
+    monkeypatch.setitem(CPU_ENGINES, Engine.torch, blind)
     return blind
 
 
@@ -65,7 +65,7 @@ def test_cut_into_many_tiles(words: tuple[str, str, float], monkeypatch: pytest.
 def test_drops_what_the_other_path_drops(layout: str, mask_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, _, _ = problem(layout, "no_bias", mask_type, 0.4, torch.float32, 0, TILED)
     here = keep_mask(case)
-    monkeypatch.setitem(runtime._ENGINES, Engine.torch, TorchEngine(reads_lengths=True))
+    monkeypatch.setitem(CPU_ENGINES, Engine.torch, TorchEngine(reads_lengths=True))
     assert torch.equal(here, keep_mask(case))
     assert here.any()
 

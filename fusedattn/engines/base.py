@@ -48,6 +48,13 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
+class BoundForward(Protocol):
+    """A forward whose choices are made."""
+
+    def __call__(self, problem: Problem, out: Tensor, lse: Tensor) -> None:
+        """Compute; see ``AttentionEngine.forward``."""
+
+
 class AttentionEngine(Protocol):
     """An engine: writes into tensors that the caller allocated, uninitialised, and covers every row of them."""
 
@@ -56,6 +63,9 @@ class AttentionEngine(Protocol):
 
     def forward(self, problem: Problem, out: Tensor, lse: Tensor) -> None:
         """Write ``out`` (a view like ``q``) and ``lse`` (``[B, H, S]`` or ``[T, H]``, natural log)."""
+
+    def bind(self, problem: Problem, out: Tensor, lse: Tensor) -> BoundForward | None:
+        """What ``forward`` comes to for further calls of one signature; None where there is nothing to be gained."""
 
     def backward(
         self, problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients

@@ -41,6 +41,9 @@ class TorchEngine:
         forward = forward_runs if self._reads(problem) else forward_padded
         forward(Call(problem), out, lse)
 
+    def bind(self, problem: Problem, out: Tensor, lse: Tensor) -> None:
+        """None: there is no choice to be remembered."""
+
     def backward(
         self, problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients
     ) -> None:

@@ -84,11 +84,12 @@ def run_case_nvte(case: Case, dout: Tensor | None = None, is_training: bool = Tr
     return {"out": out, **lse, **found}
 
 
-def keep_mask(case: Case) -> Tensor | None:
+def keep_mask(case: Case, head_dim: int | None = None) -> Tensor | None:
     """Which probabilities the engine keeps, read off it: with V the identity, out is the dropped softmax.
 
     Args:
         case: The problem; its lengths, mask, dropout, rng_state and engine count.
+        head_dim: D of the calls that read the pattern, of which each sees that many keys; None: one call sees all.
 
     Returns:
         bool ``[B, H, max_seqlen_q, max_seqlen_kv]``, False also where the mask rules a pair out; None where
@@ -104,27 +105,40 @@ def keep_mask(case: Case) -> Tensor | None:
         >>> keep = keep_mask(replace(case, dropout=0.1, rng_state=torch.tensor([1, 2])))
         >>> keep.shape, keep.dtype
         (torch.Size([2, 1, 2, 2]), torch.bool)
+        >>> torch.equal(keep, keep_mask(replace(case, dropout=0.1, rng_state=torch.tensor([1, 2])), head_dim=1))
+        True
     """
     if not case.dropout:
         return None
     if case.rng_state is None:
         raise ValueError("argument 'rng_state': expected int64 [2] where dropout > 0, got None")
-    max_q, max_kv = case.longest()
-    width = max(max_kv, 1)
+    max_kv = max(case.longest()[1], 1)
+    width = max_kv if head_dim is None else head_dim
+    parts = [_keep_of_keys(case, range(first, first + width)) for first in range(0, max_kv, width)]
+    return torch.cat(parts, -1)[..., : case.longest()[1]]
+
+
+def _keep_of_keys(case: Case, keys: range) -> Tensor:
+    """A part of ``keep_mask``: the keys whose positions are in a range."""
+    max_q, width = case.longest()[0], len(keys)
     operands = tuple(x.new_zeros(*x.shape[:-1], width) for x in case.operands)
     v = operands[-1] if len(operands) == 3 else operands[-1][:, -1]
     eye = torch.eye(width, dtype=v.dtype, device=v.device)
-    probe = replace(case, operands=operands, bias=None, bias_type="no_bias", attn_scale=1.0)
+    # A bias of zeros, since the pattern may be another where there is none.
+    bias = None if case.bias is None else torch.zeros_like(case.bias)
+    probe = replace(case, operands=operands, bias=bias, attn_scale=1.0)
     if case.qkv_format != "thd":
         order = TO_BHSD[case.qkv_format]
         v = v.permute(order)
-        v[:] = eye[: v.shape[2]]
-        return run_case(probe)["out"].permute(order)[..., :max_kv] > 0
+        seen = v[:, :, keys.start : keys.stop]
+        seen[:] = eye[: seen.shape[2]]
+        return run_case(probe)["out"].permute(order) > 0
     spans_q, spans_kv = case.spans
     for start, stop in spans_kv:
-        v[start:stop] = eye[: stop - start, None]
-    out = run_case(probe)["out"][..., :max_kv]
-    keep = out.new_zeros(len(spans_q), out.shape[1], max_q, max_kv, dtype=torch.bool)
+        seen = v[start + keys.start : min(start + keys.stop, stop)]
+        seen[:] = eye[: len(seen), None]
+    out = run_case(probe)["out"]
+    keep = out.new_zeros(len(spans_q), out.shape[1], max_q, width, dtype=torch.bool)
     for b, (start, stop) in enumerate(spans_q):
         keep[b, :, : stop - start] = out[start:stop].transpose(0, 1) > 0
     return keep
