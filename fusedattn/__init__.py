@@ -1,9 +1,11 @@
 """fusedattn: TransformerEngine's fused attention API for torch, on any device, without a compiler."""
 
 from fusedattn.attention import fused_attention, fused_attention_kvpacked, fused_attention_qkvpacked
-from fusedattn.cache import clear_caches
+from fusedattn.bundle import load_bundle
+from fusedattn.cache import CacheInfo, cache_info, clear_caches
+from fusedattn.counters import counters
 from fusedattn.enums import Direction, Engine, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
-from fusedattn.errors import EngineRefusal, FusedAttnError, RunFileError, SpecError
+from fusedattn.errors import BuildError, BundleError, EngineRefusal, FusedAttnError, RunFileError, SpecError
 from fusedattn.explain import Explanation, explain
 from fusedattn.nvte import (
     nvte_fused_attn_bwd_kvpacked,
@@ -15,6 +17,9 @@ from fusedattn.tensor_pack import SKIP, NVTETensorPack, Workspace
 
 __all__ = [
     "SKIP",
+    "BuildError",
+    "BundleError",
+    "CacheInfo",
     "Direction",
     "Engine",
     "EngineRefusal",
@@ -27,11 +32,14 @@ __all__ = [
     "RunFileError",
     "SpecError",
     "Workspace",
+    "cache_info",
     "clear_caches",
+    "counters",
     "explain",
     "fused_attention",
     "fused_attention_kvpacked",
     "fused_attention_qkvpacked",
+    "load_bundle",
     "nvte_fused_attn_bwd_kvpacked",
     "nvte_fused_attn_bwd_qkvpacked",
     "nvte_fused_attn_fwd_kvpacked",
