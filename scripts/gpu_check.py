@@ -42,6 +42,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, help="time for all of it (%(default)s)")
     parser.add_argument("--jobs", type=int, default=4, help="processes that run tests (%(default)s)")
     found = parser.parse_args(argv)
+    if found.out == DEFAULT_OUT:
+        DEFAULT_OUT.parent.mkdir(exist_ok=True)
     if not found.seconds > 0 or found.jobs < 1:
         parser.error("--seconds must be above 0, --jobs at least 1")
     if found.out.is_dir() or not found.out.parent.is_dir():
