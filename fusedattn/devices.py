@@ -70,6 +70,21 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda" or bool(_PRETENDED)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device, which need not be the current device, is being captured.
+
+    Example:
+        >>> is_capturing(torch.device("cpu"))
+        False
+    """
+    if device.type != "cuda":
+        return False
+    if torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def target_of(device: torch.device) -> DeviceTarget | None:
     """The GPU of a device; None where it is none.
 

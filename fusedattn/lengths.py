@@ -69,7 +69,8 @@ def read_lengths(
         on_gpu: Whether the tensors are, so that reading them would wait for it.
 
     Returns:
-        The lengths. Values are read on CPU, and on a GPU only under ``FUSEDATTN_VALIDATE=1``, for checks alone.
+        The lengths. Values are read on CPU, and on a GPU only under ``FUSEDATTN_VALIDATE=1``, for checks alone and not
+        during a capture.
 
     Raises:
         SpecError: A needed cu_seqlens is missing; one does not start at 0, decreases or runs past its tensor; a length
@@ -85,7 +86,8 @@ def read_lengths(
             expected = f"a tensor, since Sq = {spec.rows_q} differs from Skv = {spec.rows_kv}"
             raise SpecError("cu_seqlens_kv", expected, "None", "Pass the lengths of K and V.")
         cu_seqlens_kv = cu_seqlens_q
-    visible = not on_gpu or settings().validate_values
+    # A capture allows no reading back.
+    visible = not on_gpu or (settings().validate_values and not spec.capturing)
     q = _side(spec, "q", cu_seqlens_q, max_seqlen_q, spec.rows_q, visible, on_gpu)
     kv = _side(spec, "kv", cu_seqlens_kv, max_seqlen_kv, spec.rows_kv, visible, on_gpu)
     if ragged:

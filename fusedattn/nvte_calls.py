@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -113,13 +113,19 @@ def run_forward(
     stream: torch.cuda.Stream | None,
 ) -> tuple[Tensor, NVTETensorPack]:
     """Run or query a forward; arguments as in ``nvte_fused_attn_fwd_*``."""
-    plain = s_scale is None and out is None and pack is None and workspace is None and stream is None
+    if stream is not None:
+        # Whole, since checking may already make tensors that the computation reads.
+        with _on(stream, operands):
+            return run_forward(
+                words, operands, bias, lengths, rng_state, is_training, s_scale, out, pack, workspace, None
+            )
+    plain = s_scale is None and out is None and pack is None and workspace is None
     signature = _signature(words, operands, bias, lengths, rng_state, is_training) if plain else None
     bound = None if signature is None else bound_call(signature)
     if bound is not None:
         attn_scale: Any = words.attn_scale
-        cu_seqlens_q, cu_seqlens_kv = cast(tuple[Tensor | None, ...], lengths[:2])
-        tensors = (bias, cu_seqlens_q, cu_seqlens_kv, rng_state)
+        cu_seqlens: Any = lengths[:2]
+        tensors = (bias, *cu_seqlens, rng_state)
         result, lse = bound.compute(tuple(operands.values()), tensors, attn_scale)
         return result, bound_pack(bound, lse, bias, rng_state, is_training, attn_scale)
     arguments.optional_tensor("S", s_scale)
@@ -150,10 +156,9 @@ def run_forward(
     _check_workspace(workspace, resolved.plan)
     if out is not None:
         check_no_overlap({"O": out}, _inputs(operands, request))
-    with _on(stream, first):
-        out, lse = forward(request, out, resolved)
-        record = record_of(request, resolved)
-        fill_pack(pack, request, lse, is_training, record)
+    out, lse = forward(request, out, resolved)
+    record = record_of(request, resolved)
+    fill_pack(pack, request, lse, is_training, record)
     if signature is not None:
         bind(signature, request, resolved, out, lse, record)
     return out, pack
@@ -187,6 +192,12 @@ def run_backward(
     deterministic: bool | None,
 ) -> tuple[Tensor | None, ...]:
     """Run or query a backward; arguments as in ``nvte_fused_attn_bwd_*``."""
+    if stream is not None:
+        with _on(stream, operands):
+            return run_backward(
+                words, operands, lengths, out, dout, s_scale, dp_scale, pack, outputs, dbias, workspace, None,
+                deterministic,
+            )  # fmt: skip
     for name, value in (("S", s_scale), ("dP", dp_scale)):
         arguments.optional_tensor(name, value)
     pack = checked_pack("Aux_CTX_Tensors", pack)
@@ -218,9 +229,8 @@ def run_backward(
     _check_workspace(workspace, plan)
     inputs = _inputs(operands, request) | {"O": out, "dO": dout, "softmax_lse": pack["softmax_lse"]}
     check_no_overlap({name: value for name, value in written.items() if isinstance(value, Tensor)}, inputs)
-    with _on(stream, first):
-        *gradients, bias_gradient = (_allocated(value, like[name]) for name, value in written.items())
-        backward(request, dout, None, out, pack["softmax_lse"][..., 0], gradients, bias_gradient, resolved)
+    *gradients, bias_gradient = (_allocated(value, like[name]) for name, value in written.items())
+    backward(request, dout, None, out, pack["softmax_lse"][..., 0], gradients, bias_gradient, resolved)
     return (*gradients, bias_gradient)
 
 
@@ -274,5 +284,14 @@ def _check_workspace(workspace: Workspace | None, plan: Plan) -> None:
         workspace.check(workspace_bytes(plan), plan.spec.device)
 
 
-def _on(stream: torch.cuda.Stream | None, first: Tensor) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None or not first.is_cuda else torch.cuda.stream(stream)
+def _on(stream: object, operands: Mapping[str, object]) -> AbstractContextManager[object]:
+    device = getattr(next(iter(operands.values())), "device", None)
+    # What is no tensor is refused inside.
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return nullcontext()
+    if not isinstance(stream, torch.cuda.Stream):
+        hint = "Wrap the address of another library's in torch.cuda.ExternalStream."
+        raise SpecError("stream", "a torch.cuda.Stream or None", type(stream).__name__, hint)
+    if stream.device != device:
+        raise SpecError("stream", f"a stream of {device}, where the tensors are", f"one of {stream.device}")
+    return torch.cuda.stream(stream)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedattn.cache import on_clear
-from fusedattn.devices import engine_on, pretend, target_of
+from fusedattn.devices import engine_on, is_capturing, pretend, target_of
 from fusedattn.engines.base import AttentionEngine, Gradients, Problem
 from fusedattn.enums import Direction, Engine, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
 from fusedattn.errors import BuildError
@@ -84,7 +84,7 @@ def plan_of(request: Request, direction: Direction = Direction.forward, bias_gra
     Raises:
         SpecError: A law of shape, dtype or device is broken.
     """
-    capturing = request.operands[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = is_capturing(request.operands[0].device)
     tensors = (*request.operands, request.bias, request.cu_seqlens_q, request.cu_seqlens_kv, request.rng_state)
     dropout, negative_scale = request.dropout > 0.0, request.attn_scale < 0.0
     if dropout:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from cudnn_interpreter import InterpretingExecutor
+from cudnn_recorder import Recorder
 
 import fusedattn
 from fusedattn import runtime
+from fusedattn.engines.cudnn_key import Role
 from fusedattn.target import TARGETS
 
 BHSD = {"qkv_layout": "bhsd_bhsd_bhsd"}
@@ -40,6 +42,7 @@ CALLS: dict[str, tuple[dict[str, Any], int, int]] = {
     "bias": ({"q": Q, "bias": half(2, 3, 7, 7)}, 0, 0),
     "bias of odd strides": ({"q": Q, "bias": half(2, 3, 7, 9)[..., :7]}, 0, 0),
     "float32 bias": ({"q": Q, "bias": torch.randn(2, 3, 7, 7)}, 0, 0),
+    "bias at an odd address": ({"q": Q, "bias": misaligned(2, 3, 7, 7)}, 1, 2),
     "bfloat16 bias": ({"q": Q, "bias": torch.randn(2, 3, 7, 7).bfloat16()}, 1, 2),
     "float64 bias": ({"q": Q, "bias": torch.randn(2, 3, 7, 7).double()}, 1, 2),
     "bias expanded": ({"q": Q, "bias": half(1, 1, 7, 7).expand(2, 3, 7, 7)}, 1, 2),
@@ -81,6 +84,22 @@ def test_consumer_blackwell_wants_a_contiguous_ragged_q_in_backward(target: str,
         assert fusedattn.counters()["copies"] == 0
         out.backward(torch.ones(out.shape, dtype=out.dtype))
         assert fusedattn.counters()["copies"] == copies
+
+
+def test_a_gradient_of_the_bias_at_an_odd_address_is_written_back() -> None:
+    qkv, cu_seqlens = half(20, 3, 2, 8), torch.tensor([0, 9, 18], dtype=torch.int32)
+    words = (cu_seqlens, 9, 0.5, 0.0, "t3hd", "post_scale_bias", "padding")
+    recorder = Recorder()
+    with runtime.pretend(TARGETS["h100"], recorder):
+        forward = (qkv, half(1, 2, 9, 9), None, None, None, cu_seqlens, None, 9, True, *words[2:])
+        out, pack = fusedattn.nvte_fused_attn_fwd_qkvpacked(*forward, engine="cudnn")
+        for dbias in (half(1, 2, 9, 9), misaligned(1, 2, 9, 9)):
+            backward = (qkv, out, out, None, None, pack, None, dbias, *words)
+            fusedattn.nvte_fused_attn_bwd_qkvpacked(*backward, engine="cudnn")
+            written = recorder.runs[-1][1][Role.DBIAS]
+            assert written.data_ptr() % 16 == 0
+            assert (written.data_ptr() == dbias.data_ptr()) == (dbias.data_ptr() % 16 == 0)
+            assert torch.equal(written.view(torch.int16), dbias.view(torch.int16))
 
 
 def test_outputs_of_odd_strides_are_written_back() -> None:

@@ -97,9 +97,9 @@ def test_parts_with_dropout_drop_by_patterns_of_their_own() -> None:
     assert len(patterns) == 8
 
 
-def run_recorded(workspace_bytes: Callable[[SdpaKey], int], **call: Any) -> Recorder:
+def run_recorded(workspace_bytes: Callable[[SdpaKey], int], rows: int = 16, **call: Any) -> Recorder:
     recorder = Recorder(workspace_bytes)
-    q = torch.zeros(5, 16, 4, 8, dtype=torch.half, requires_grad=True)
+    q = torch.zeros(5, rows, 4, 8, dtype=torch.half, requires_grad=True)
     with runtime.pretend(TARGETS["h100"], recorder):
         out = fusedattn.fused_attention(q, q, q, engine="cudnn", **call)
         out.backward(torch.ones_like(out))
@@ -173,18 +173,48 @@ def test_a_frozen_bias_and_one_that_is_not_are_told_apart() -> None:
             assert len(recorder.runs) == 2 * parts
 
 
-def test_the_bound_is_four_times_the_tensors_or_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [16, 256])
+def test_the_bound_is_four_times_the_tensors_or_the_setting(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Q, K, V and the output of 16-bit numbers, and the statistics.
-    tensors = 4 * 5 * 16 * 4 * 8 * 2 + 5 * 16 * 4 * 4
+    tensors = 4 * 5 * rows * 4 * 8 * 2 + 5 * rows * 4 * 4
+    assert (4 * tensors > 2**20) == (rows == 256)
+    bound = max(4 * tensors, 2**20)
     monkeypatch.setenv("FUSEDATTN_WORKSPACE_MB", "1")
-    for needed, parts in ((2**20, 1), (2**20 + 1, 5)):
+    for needed, parts in ((bound, 1), (bound + 1, 5)):
 
         def forward_needs(key: SdpaKey, needed: int = needed) -> int:
             return needed if key.direction is Direction.forward and batch_of(key) > 1 else 0
 
-        recorder = run_recorded(forward_needs)
+        recorder = run_recorded(forward_needs, rows)
         assert sum(key.direction is Direction.forward for key in recorder.run_keys) == parts
-    assert 4 * tensors < 2**20
+
+
+class Breaking(Bounded):
+    """Has no plan for a last part of one sequence, which is asked for after the others ran."""
+
+    def __init__(self, direction: Direction) -> None:
+        super().__init__(too_large_above(2))
+        self.direction, self.broke = direction, 0
+
+    def executable(self, key: SdpaKey) -> Any:
+        if batch_of(key) == 1 and key.direction is self.direction:
+            self.broke += 1
+            raise BuildError("a plan", "the test wants none")
+        return super().executable(key)
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("name", ["dense", "dense bias 1h"])
+def test_a_build_that_fails_after_other_parts_ran_leaves_nothing_of_them(name: str, direction: Direction) -> None:
+    case, breaking = CASES[name](), Breaking(direction)
+    dout = torch.randn(case.operands[0].shape).half()
+    with runtime.pretend(TARGETS["h100"], breaking):
+        with pytest.warns(RuntimeWarning, match="torch engine, which is slower: build: .*the test wants none"):
+            got = run_case(case, dout)
+        # From then on known.
+        run_case(case, dout)
+    assert breaking.broke == 1
+    assert_within_budget(got, expected(case, dout), eager(case, dout), torch.half)
 
 
 def test_what_no_part_can_do_falls_to_the_torch_engine() -> None:
@@ -199,3 +229,30 @@ def test_what_no_part_can_do_falls_to_the_torch_engine() -> None:
         assert fusedattn.explain(q, q, q).reason == "auto: the cudnn engine could not build what it needs"
     torch.testing.assert_close(out, fusedattn.fused_attention(q, q, q))
     assert recorder.runs == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "parts"),
+    [
+        ("bshd_bshd_bshd", (65535, 1, 2, 8), [(65535, 2)]),
+        ("bshd_bshd_bshd", (65536, 1, 2, 8), [(32768, 2)] * 2),
+        ("bshd_bshd_bshd", (1, 1, 65536, 8), [(1, 32768)] * 2),
+        ("t3hd", (16384, 3, 2, 8), [(16384, 2)]),
+        # The bucket of the batch is 65536.
+        ("t3hd", (20000, 3, 2, 8), [(16384, 2)] * 2),
+    ],
+    ids=str,
+)
+def test_no_graph_has_more_sequences_or_heads_than_can_be_launched(
+    layout: str, shape: tuple[int, ...], parts: list[tuple[int, int]]
+) -> None:
+    x, recorder = torch.zeros(shape, dtype=torch.half), Recorder()
+    options: dict[str, Any] = {"engine": "cudnn", "qkv_layout": layout}
+    with runtime.pretend(TARGETS["h100"], recorder):
+        if layout == "t3hd":
+            options |= {"cu_seqlens": torch.arange(len(x) + 1, dtype=torch.int32), "max_seqlen": 1}
+            fusedattn.fused_attention_qkvpacked(x, **options)
+        else:
+            fusedattn.fused_attention(x, x, x, **options)
+    assert [(batch_of(key), heads_of(key)) for key in recorder.run_keys] == parts
+    assert set(recorder.keys) == set(recorder.run_keys)

@@ -121,6 +121,14 @@ def test_validate_changes_no_legal_call() -> None:
     assert (lengths.q.max_seqlen, lengths.kv.max_seqlen) == (6, 9)
 
 
+@pytest.mark.usefixtures("validate")
+def test_validate_reads_nothing_during_a_capture() -> None:
+    spec, backwards = ragged("cuda"), torch.tensor([0, 8, 3, 1])
+    with pytest.raises(SpecError, match="never decrease"):
+        read(spec, 6, 4, cu_q=backwards)
+    assert read(spec.model_copy(update={"capturing": True}), 6, 4, cu_q=backwards).q.max_seqlen == 6
+
+
 # Through the public functions
 
 

@@ -15,10 +15,11 @@ from fusedattn.engines.cudnn_lengths import (
     device_lengths,
     full_side,
     has_full_sequences,
-    rows_of,
+    rows_outside,
     rows_without_key,
 )
 from fusedattn.engines.cudnn_operands import (
+    ALIGNMENT_BYTES,
     contiguous,
     effective_bias,
     fits,
@@ -225,7 +226,8 @@ class CudnnEngine:
             found[role] = like.new_empty(like.shape) if gradient is None else writable(gradient)
         if gradients.bias is not None:
             target = gradients.bias
-            direct = target.dtype == problem.q.dtype and target.stride(3) == 1 and 0 not in target.stride()
+            aligned = target.data_ptr() % ALIGNMENT_BYTES == 0
+            direct = target.dtype == problem.q.dtype and target.stride(3) == 1 and 0 not in target.stride() and aligned
             found[Role.DBIAS] = target if direct else problem.q.new_empty(target.shape)
         return found
 
@@ -240,7 +242,7 @@ class CudnnEngine:
         if not padded:
             return
         assert lengths is not None
-        outside = rows_of(lengths.kv, lengths.q, problem.lengths.kv.rows).outside
+        outside = rows_outside(lengths.kv, lengths.q, problem.lengths.kv.rows)
         mask = outside[:, None, None] if problem.spec.format.ragged else outside[:, None, :, None]
         for role in (Role.DK, Role.DV):
             written[role].masked_fill_(mask, 0.0)

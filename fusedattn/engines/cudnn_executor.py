@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 from collections.abc import Sequence
@@ -16,11 +17,18 @@ from fusedattn.counters import COUNTERS
 from fusedattn.engines.cudnn_key import SdpaKey
 from fusedattn.engines.cudnn_library import cudnn, cudnn_version
 from fusedattn.engines.cudnn_plan import compile_plan, load_plan, plan_name
+from fusedattn.errors import BuildError
 from fusedattn.store import default_store
 
 # Loaded plans of one device. A plan holds some 100 KB on the host and its code on the device.
 _CAPACITY = 256
 _LOCAL = threading.local()
+# Handles of threads that ended, for others to take: to destroy one would wait for the GPU and break captures.
+_IDLE: dict[torch.device, list[Any]] = {}
+# Plans that CUDA graphs run, which may outlive all caches: before 9.27 cuDNN unloads a plan's kernels with it.
+_CAPTURED: set[PlanExecutable] = set()
+atexit.register(_CAPTURED.clear)
+_BEFORE_CAPTURE = "Call the function once before the capture."
 
 
 def stored_plan(key: SdpaKey) -> bytes:
@@ -65,14 +73,15 @@ class PlanExecutor:
         self._cache: BuildCache[SdpaKey, PlanExecutable] = BuildCache(f"cudnn plans on {device}", _CAPACITY)
 
     def executable(self, key: SdpaKey) -> PlanExecutable:
-        """The loaded plan of a key; raises ``BuildError`` where there is none."""
+        """The loaded plan of a key; raises ``BuildError`` where there is none, or during a capture none yet."""
         return self._cache.get(key, lambda: self._load(key))
 
     def _load(self, key: SdpaKey) -> PlanExecutable:
-        blob = stored_plan(key)
         with torch.cuda.device(self._device):
-            graph = load_plan(key.target, blob, _handle(self._device))
-        return PlanExecutable(self._device, graph)
+            if torch.cuda.is_current_stream_capturing():
+                why = "it is not loaded yet, and loading it would break the capture in progress"
+                raise BuildError(f"a cuDNN {key.direction.word} plan on {self._device}", why, _BEFORE_CAPTURE)
+            return PlanExecutable(self._device, load_plan(key.target, stored_plan(key), self._device.index))
 
 
 class PlanExecutable:
@@ -98,7 +107,10 @@ class PlanExecutable:
 
     def _run(self, tensors: Sequence[Tensor], workspace: Tensor | None) -> None:
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        handle = _handle(self._device)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            _CAPTURED.add(self)
+        handle = _handle(self._device, capturing)
         cudnn().set_stream(handle, stream)
         address = 0 if workspace is None else workspace.data_ptr()
         # The graph and the addresses are one for all threads.
@@ -111,11 +123,33 @@ class PlanExecutable:
             )
 
 
-def _handle(device: torch.device) -> Any:
-    """cuDNN's handle of a device in this thread."""
-    handles: dict[torch.device, Any] = _LOCAL.__dict__.setdefault("handles", {})
-    found = handles.get(device)
+class _Handles:
+    """cuDNN's handles of one thread, by device."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, Any] = {}
+        # Modules may be gone before the last thread is.
+        self._idle = _IDLE
+
+    def __del__(self) -> None:
+        for device, handle in self.of.items():
+            self._idle.setdefault(device, []).append(handle)
+
+
+def _handle(device: torch.device, capturing: bool) -> Any:
+    """cuDNN's handle of a device, the current one, in this thread; raises ``BuildError`` where a capture forbids it."""
+    handles: _Handles | None = getattr(_LOCAL, "handles", None)
+    if handles is None:
+        handles = _LOCAL.handles = _Handles()
+    found = handles.of.get(device)
     if found is None:
-        with torch.cuda.device(device):
-            found = handles[device] = cudnn().create_handle()
+        try:
+            # One step, so that of several threads one gets it.
+            found = _IDLE[device].pop()
+        except (KeyError, IndexError):
+            if capturing:
+                why = "this thread has none yet, and making one would break the capture in progress"
+                raise BuildError(f"a cuDNN handle on {device}", why, _BEFORE_CAPTURE) from None
+            found = cudnn().create_handle()
+        handles.of[device] = found
     return found

@@ -73,7 +73,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def effective_bias(problem: Problem) -> Tensor | None:
-    """The bias as cuDNN adds it to the scaled scores: post-scale, float32 or of the operands' dtype, Skv contiguous.
+    """The bias as cuDNN adds it to the scaled scores: post-scale, of a dtype and where in memory it takes one.
 
     Args:
         problem: The call.
@@ -104,7 +104,8 @@ def has_effective_bias(problem: Problem) -> bool:
     sizes = list(zip(bias.shape, bias.stride(), strict=True))
     broadcast = any(size > 1 and stride == 0 for size, stride in sizes)
     innermost = sizes[-1][0] == 1 or sizes[-1][1] == 1
-    return bias.dtype in (torch.float32, problem.q.dtype) and innermost and not broadcast
+    aligned = bias.data_ptr() % ALIGNMENT_BYTES == 0
+    return bias.dtype in (torch.float32, problem.q.dtype) and innermost and aligned and not broadcast
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,6 +17,8 @@ from fusedattn.settings import settings
 # Odd, so that seeds of parts differ; 2**64 over the golden ratio, so that they differ in many bits.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _CAPACITY = 4096
+# Sequences, and heads, of a graph; of more it is built, but its launch fails.
+_MOST_IN_GRID = 65535
 
 
 class Executable(Protocol):
@@ -129,7 +131,7 @@ class Launcher:
 
 
 def find_cut(calls: Sequence[Call], executor: Executor) -> Cut:
-    """The largest parts with which the workspaces of all of some calls are within the bound.
+    """The largest parts that can be launched and with which the workspaces of all of some calls are within the bound.
 
     Args:
         calls: Calls of one problem, a forward before a backward.
@@ -142,7 +144,7 @@ def find_cut(calls: Sequence[Call], executor: Executor) -> Cut:
         BuildError: One head of one sequence needs more than the bound, or there is no plan.
     """
     for cut in _cuts(calls[-1]):
-        if all(_fits(call, cut, executor) for call in calls):
+        if max(cut) <= _MOST_IN_GRID and all(_fits(call, cut, executor) for call in calls):
             return cut
     limit = settings().workspace_limit_bytes >> 20
     hint = f"Raise FUSEDATTN_WORKSPACE_MB, which is {limit}, or pass engine='torch'."

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fusedattn.engines.cudnn_graph import build
 from fusedattn.engines.cudnn_key import SdpaKey
 from fusedattn.engines.cudnn_library import cudnn, cudnn_version, device_properties
+from fusedattn.engines.stub_driver import failure_hint
 from fusedattn.errors import BuildError
 from fusedattn.target import DeviceTarget
 
@@ -60,7 +61,7 @@ def compile_plan(key: SdpaKey) -> CompiledPlan:
         workspace_bytes = int(graph.get_workspace_size())
     # Refusals come as a type of cuDNN's own and as several built-in ones, by stage.
     except Exception as error:
-        hint = "Pass engine='torch', or see fusedattn.explain for what would work."
+        hint = failure_hint(str(error)) or "Pass engine='torch', or see fusedattn.explain for what would work."
         raise BuildError(
             f"a cuDNN {key.direction.word} plan for {key.target.name}", _first_line(error), hint
         ) from error
@@ -84,32 +85,31 @@ def kernel_names(blob: bytes) -> tuple[str, ...]:
 
 
 def plan_name(key: SdpaKey) -> str:
-    """The text that stores and bundles know a plan by: its key and the version of cuDNN."""
-    return f"cudnn {cudnn_version()} {key.text()}"
+    """The text that the disk cache knows a plan by: its key, and the versions of cuDNN and of what wrote it."""
+    return f"cudnn {cudnn_version()} frontend {cudnn().__version__} {key.text()}"
 
 
-def load_plan(target: DeviceTarget, blob: bytes, handle: Any = None) -> Any:
-    """A graph from a serialised plan.
+def load_plan(target: DeviceTarget, blob: bytes, device: int | None = None) -> Any:
+    """A graph from a serialised plan; no GPU is used for it.
 
     Args:
         target: The GPU that it was compiled for.
         blob: The plan.
-        handle: A ``cudnn.Handle`` of that GPU; None: the graph can be looked at, not run.
+        device: Index of the CUDA device that will run it; None: the graph is to be looked at.
 
     Returns:
         A ``cudnn.pygraph``.
 
     Raises:
-        BuildError: cuDNN does not take the bytes.
+        BuildError: cuDNN does not take the bytes, or they are for another GPU.
     """
     module = cudnn()
     try:
-        if handle is not None:
-            graph = module.pygraph(handle=handle)
-            graph.deserialize(handle, blob)
-        else:
-            graph = module.pygraph(device_property=device_properties(target))
-            graph.deserialize(blob)
+        # Not with a handle: that captures a trial run into a CUDA graph, with memory of its own. Other threads' use of
+        # the default stream fails meanwhile, and where memory is short the handle is left on a stream that captures.
+        properties = device_properties(target) if device is None else module.create_device_properties(device)
+        graph = module.pygraph(device_property=properties)
+        graph.deserialize(blob)
     except Exception as error:
         hint = "Clear the cache or write the bundle again."
         raise BuildError(f"a stored cuDNN plan for {target.name}", _first_line(error), hint) from error

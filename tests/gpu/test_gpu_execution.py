@@ -82,6 +82,42 @@ def test_a_first_call_during_a_capture_says_what_to_do(gpu: torch.device, monkey
     assert both(qkv, cu)[0].isfinite().all()
 
 
+def test_a_new_shape_during_a_capture_says_what_to_do(gpu: torch.device) -> None:
+    """And the capture goes on."""
+    qkv, cu, other = packed(0, gpu), starts(gpu, 300, 400), torch.zeros(1, device=gpu)
+    options = {"cu_seqlens": cu, "attn_mask_type": "causal", "engine": "cudnn"}
+    fused_attention_qkvpacked(qkv, max_seqlen=LONGEST, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(BuildError, match="Call the function once before the capture"):
+            fused_attention_qkvpacked(qkv, max_seqlen=20 * LONGEST, **options)
+        other.add_(1)
+    graph.replay()
+    assert other.item() == 1
+
+
+def test_a_captured_graph_outlives_its_plan(gpu: torch.device) -> None:
+    qkv, cu = packed(0, gpu), starts(gpu, 300, 400)
+    options = {"cu_seqlens": cu, "max_seqlen": LONGEST, "engine": "cudnn"}
+    want = fused_attention_qkvpacked(qkv, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused_attention_qkvpacked(qkv, **options)
+    clear_caches()
+    gc.collect()
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize(gpu)
+    assert close(out, want)
+
+
+def test_more_sequences_than_a_grid_can_have(gpu: torch.device) -> None:
+    x = torch.randn(70000, 4, 1, DIM, generator=torch.Generator().manual_seed(0)).to(gpu, torch.bfloat16)
+    out = fused_attention(x, x, x, engine="cudnn")
+    for part in (slice(0, 9), slice(65530, 65539), slice(-9, None)):
+        assert close(out[part], fused_attention(x[part], x[part], x[part], engine="cudnn"))
+
+
 def test_the_current_stream_is_used(gpu: torch.device) -> None:
     cu = starts(gpu, 300, 400)
     want = both(packed(1, gpu), cu)

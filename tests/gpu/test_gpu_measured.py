@@ -120,6 +120,24 @@ def test_a_negative_scale(device: torch.device, measured: Measured, monkeypatch:
     measured("relative errors of attn_scale -0.125, and eager's", errors(case, dout))
 
 
+@pytest.mark.parametrize("format", ["dense", "ragged"])
+def test_a_scale_of_zero(format: str, device: torch.device, measured: Measured) -> None:
+    """A kernel that scales scores after it has masked them multiplies minus infinity by it."""
+    case = replace((dense if format == "dense" else ragged)(device), attn_scale=0.0)
+    found = live(case, run_case(case, rows(device, *case.operands[0].shape)))
+    measured(f"results of attn_scale 0, {format}", found)
+
+
+def test_tiles_of_keys_that_the_bias_rules_out(device: torch.device, measured: Measured) -> None:
+    """All keys of the first tile, or of the last, but not of the row."""
+    q, k, v, dout = rows(device, 4, 2, 256, HEADS, DIM).unbind(0)
+    bias = torch.zeros(1, HEADS, 256, 256, dtype=q.dtype, device=device)
+    bias[:, :, :100, :128] = -math.inf
+    bias[:, :, 100:200, 128:] = -math.inf
+    case = Case((q, k, v), "bshd_bshd_bshd", bias, "post_scale_bias", engine="cudnn")
+    measured("relative errors with tiles that the bias rules out, and eager's", errors(case, dout))
+
+
 def errors(case: Case, dout: Tensor) -> dict[str, tuple[float, float]]:
     """For each result the largest error over the largest value, and that of eager torch."""
     got = {name: x.cpu() for name, x in run_case(case, dout).items()}

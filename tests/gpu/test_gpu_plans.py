@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cudnn_calls import HEADLINES, keys_of
 from cudnn_recorder import Recorder
 
 from fusedattn import counters, fused_attention, fused_attention_qkvpacked, runtime
@@ -71,6 +72,12 @@ def test_a_plan_made_without_the_driver_is_the_drivers(
             asked = compile_plan(key)
         assert described.kernels == asked.kernels
         assert described.workspace_bytes == asked.workspace_bytes
+
+
+@pytest.mark.parametrize("target", ["a100", "h100", "b200", "rtx5090"])
+def test_plans_for_other_gpus_are_compiled_beside_a_real_driver(target: str, gpu: torch.device) -> None:
+    for key in keys_of(target, HEADLINES["d64"]()).values():
+        assert compile_plan(key).kernels
 
 
 def test_plans_come_back_from_disk(gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
