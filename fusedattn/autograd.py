@@ -142,7 +142,8 @@ class _AttendBound(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: Computes, attn_scale: float, *tensors: Any) -> tuple[Tensor, Tensor]:
         output = bound.compute(tensors[4:], tensors[:4], attn_scale)
-        ctx.scalars = bound.scalars._replace(attn_scale=attn_scale)
+        scalars = bound.scalars
+        ctx.scalars = scalars if attn_scale == scalars.attn_scale else scalars._replace(attn_scale=attn_scale)
         ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
         return output

@@ -6,6 +6,7 @@ Only what engines can bind is here; every other call takes the whole way each ti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ _CALLS: dict[object, BoundCall] = {}
 _CAPACITY = 4096
 on_clear(_CALLS.clear)
 _PLAIN = (Tensor, Parameter)
+_STRIDED = torch.strided
 
 
 class BoundCall:
@@ -52,6 +54,7 @@ class BoundCall:
         self._lse_shape = lse_shape(request.layout, request.operands)
         self._lse_dtype = lse_dtype(request.operands[0].dtype)
         self._same = request.cu_seqlens_kv is None
+        self._same_side = self._same and lengths.kv[2:] == lengths.q[2:]
         # Without tensors, which would live as long as this.
         self._lengths_act = tuple(side.cu_seqlens is not None for side in lengths[1:])
         self._lengths = Lengths(lengths.batch, *(side._replace(cu_seqlens=None) for side in lengths[1:]))
@@ -74,8 +77,9 @@ class BoundCall:
         """
         bias, cu_seqlens_q, cu_seqlens_kv, rng_state = tensors
         first = operands[0]
-        out = first.new_empty(self._out_shape)
-        lse = first.new_empty(self._lse_shape, dtype=self._lse_dtype)
+        # Torch reads numbers faster than tuples.
+        out = first.new_empty(*self._out_shape)
+        lse = first.new_empty(*self._lse_shape, dtype=self._lse_dtype)
         q, k, v = unpack(self._layout, operands)
         lengths = self._with(cu_seqlens_q, cu_seqlens_kv)
         problem = Problem(self._spec, lengths, q, k, v, bias, attn_scale, self.dropout, rng_state)
@@ -89,14 +93,16 @@ class BoundCall:
             if cu_seqlens_q.dtype != torch.int32:
                 cu_seqlens_q = cu_seqlens_q.to(torch.int32)
             q = Side(cu_seqlens_q, None, q.max_seqlen, q.rows)
+            if self._same_side:
+                return Lengths(batch, q, q)
         if acts_kv:
-            cu_seqlens_kv = cu_seqlens_q if self._same else cu_seqlens_kv
+            cu_seqlens_kv = q.cu_seqlens if self._same else cu_seqlens_kv
             assert cu_seqlens_kv is not None
             kv = Side(cu_seqlens_kv.to(torch.int32), None, kv.max_seqlen, kv.rows)
         return Lengths(batch, q, kv)
 
 
-def signature_of(words: tuple[object, ...], tensors: Sequence[object]) -> tuple[object, ...] | None:
+def signature_of(words: tuple[object, ...], tensors: Sequence[Any]) -> tuple[object, ...] | None:
     """What bound calls are known by.
 
     Args:
@@ -123,10 +129,7 @@ def signature_of(words: tuple[object, ...], tensors: Sequence[object]) -> tuple[
     for tensor in tensors:
         if tensor is None:
             found.append(None)
-        elif type(tensor) in _PLAIN:
-            assert isinstance(tensor, Tensor)
-            if tensor.layout is not torch.strided:
-                return None
+        elif type(tensor) in _PLAIN and tensor.layout is _STRIDED:
             found += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15)
         else:
             return None

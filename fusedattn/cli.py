@@ -19,9 +19,10 @@ from fusedattn.runs.bench import BenchRow, bench_case, bench_cases
 from fusedattn.runs.bundle_tables import bundle_tables, summary, unplanned_table
 from fusedattn.runs.compile import compile_run, parse_targets, require_engine
 from fusedattn.runs.config import BenchRun, VerifyRun, json_schema
+from fusedattn.runs.dispatch import DispatchRow, dispatch_rows
 from fusedattn.runs.load import load_run
 from fusedattn.runs.plan_builder import plan_builder, usable_cores
-from fusedattn.runs.report import bench_table, document, prepare_out, verify_table, write_json
+from fusedattn.runs.report import bench_table, dispatch_table, document, prepare_out, verify_table, write_json
 from fusedattn.runs.targets import targets_table
 from fusedattn.runs.verify import VerifyRow, verify_case, verify_cases
 from fusedattn.target import TARGETS, DeviceTarget
@@ -38,7 +39,8 @@ app = typer.Typer(
 
 @app.command()
 def run(file: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)]) -> None:
-    """Run a YAML file: `kind: verify` compares with a float64 reference, `kind: bench` times against torch.
+    """Run a YAML file: `kind: verify` compares with a float64 reference, `kind: bench` times against torch,
+    `kind: dispatch` times what the host does before a GPU has anything to do.
 
     Paths of inputs are relative to the file, `out` to the working directory.
     Exit status: 0 all is well, 1 a case failed, 2 the file is wrong.
@@ -50,13 +52,16 @@ def run(file: Annotated[Path, typer.Argument(help="The YAML file of the run.", s
         typer.echo(str(err), err=True)
         raise typer.Exit(2) from None
     console = _console()
-    rows: list[VerifyRow] | list[BenchRow]
+    rows: list[VerifyRow] | list[BenchRow] | list[DispatchRow]
     if isinstance(config, VerifyRun):
         rows = list(_verify(config, file.parent))
         console.print(verify_table(rows, file.name))
-    else:
+    elif isinstance(config, BenchRun):
         rows = list(_bench(config, file.parent))
         console.print(bench_table(rows, file.name))
+    else:
+        rows = dispatch_rows(config, file.parent)
+        console.print(dispatch_table(rows, file.name))
     write_json(out, document(config, rows))
     failed = sum(not row.ok for row in rows)
     console.print(

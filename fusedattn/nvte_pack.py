@@ -100,18 +100,14 @@ def bound_pack(
     bound: BoundCall, lse: Tensor, bias: Tensor | None, rng_state: Tensor | None, is_training: bool, attn_scale: float
 ) -> NVTETensorPack:
     """The pack of a bound forward, as ``fill_pack`` fills it."""
-    pack = NVTETensorPack()
     if not is_training:
-        return pack
-    if rng_state is None or not bound.dropout:
-        copied = torch.zeros(2, dtype=torch.int64, device=lse.device)
-    else:
-        copied = rng_state.clone()
+        return NVTETensorPack()
+    acts = rng_state if bound.dropout else None
+    copied = lse.new_zeros(2, dtype=torch.int64) if acts is None else acts.clone()
     tensors = {"softmax_lse": lse.unsqueeze(-1), "rng_state": copied}
     if bias is not None:
         tensors["Bias"] = bias
     record = bound.record
     if record is not None and attn_scale != bound.attn_scale:
         record = record._replace(problem=record.problem | {"attn_scale": _word(attn_scale)})
-    pack.fill(tensors, record)
-    return pack
+    return NVTETensorPack.of(tensors, record)

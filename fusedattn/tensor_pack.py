@@ -63,6 +63,14 @@ class NVTETensorPack:
         self.record: ForwardRecord | None = None
         self.fill(tensors)
 
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor], record: ForwardRecord | None) -> NVTETensorPack:
+        """A pack of what forward made itself, which needs no checks; arguments as in ``fill``."""
+        pack = cls.__new__(cls)
+        pack._tensors, pack.record = tensors, record
+        pack._bias_version = _version(tensors.get("Bias"))
+        return pack
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors, in order."""

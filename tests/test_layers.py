@@ -25,8 +25,8 @@ LAYERS = (
     "attention_calls nvte_pack nvte_calls nvte attention explain __init__",
     "runs runs.fields runs.config runs.sweeps runs.laws runs.document runs.operands runs.random_inputs",
     "runs.file_inputs runs.case runs.inputs runs.load runs.budget runs.public_calls runs.oracle runs.sides",
-    "runs.memory runs.bench runs.verify runs.report runs.targets runs.plan_builder runs.needed runs.compile",
-    "runs.bundle_tables",
+    "runs.plan_builder runs.needed runs.dispatch_executor runs.dispatch_rivals runs.dispatch_calls runs.dispatch",
+    "runs.memory runs.bench runs.verify runs.report runs.targets runs.compile runs.bundle_tables",
     "cli",
 )
 ORDER = [name for layer in LAYERS for name in layer.split()]

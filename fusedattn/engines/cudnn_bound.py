@@ -14,6 +14,8 @@ from fusedattn.engines.cudnn_lengths import DeviceLengths, device_lengths, ragge
 from fusedattn.engines.cudnn_operands import host_scalar
 from fusedattn.engines.cudnn_parts import Executor
 
+_ALWAYS = (Role.Q, Role.K, Role.V, Role.OUT, Role.STATS)
+
 
 class Prepared(NamedTuple):
     """What a run needs besides the caller's tensors.
@@ -40,16 +42,13 @@ class BoundForward:
 
     def __init__(self, batch: int, key: SdpaKey, executor: Executor) -> None:
         self._key, self._executor, self._batch = key, executor, batch
-        uids = executor.executable(key).uids
-        self._size = len(uids)
-        slot = {uid: index for index, uid in enumerate(uids)}
-        self._q, self._k, self._v = slot[Role.Q], slot[Role.K], slot[Role.V]
-        self._stats, self._scale = slot[Role.STATS], slot[Role.ATTN_SCALE]
-        # These have a slot only in some graphs.
-        self._bias, self._seed, self._offset = (slot.get(role, 0) for role in (Role.BIAS, Role.SEED, Role.OFFSET))
-        self._seq_len_q, self._seq_len_kv = slot.get(Role.SEQ_LEN_Q, 0), slot.get(Role.SEQ_LEN_KV, 0)
         self._offsets = tuple(key.ragged_uids)
-        self._ragged = tuple(slot[uid] for uid in key.ragged_uids.values())
+        lengths = (Role.SEQ_LEN_Q, Role.SEQ_LEN_KV) if key.padding else ()
+        seeds = (Role.SEED, Role.OFFSET) if key.dropout else ()
+        bias = (Role.BIAS,) if Role.BIAS in key else ()
+        # The order in which ``launch`` lists the tensors.
+        listed = (*_ALWAYS, *bias, *lengths, *seeds, Role.ATTN_SCALE, *key.ragged_uids.values())
+        assert tuple(executor.executable(key).uids) == listed
 
     def __call__(self, problem: Problem, out: Tensor, lse: Tensor) -> None:
         """Compute; see ``AttentionEngine.forward``."""
@@ -65,22 +64,20 @@ class BoundForward:
 
     def launch(self, problem: Problem, prepared: Prepared, out: Tensor, lse: Tensor) -> None:
         """Hand the tensors over to the executor."""
-        tensors: list[Tensor] = [out] * self._size
-        tensors[self._q], tensors[self._k], tensors[self._v] = problem.q, problem.k, problem.v
-        tensors[self._stats], tensors[self._scale] = lse, host_scalar(problem.attn_scale)
-        if problem.bias is not None:
-            tensors[self._bias] = problem.bias
+        _, _, q, k, v, bias, attn_scale, dropout, rng_state = problem
+        tensors = [q, k, v, out, lse]
+        if bias is not None:
+            tensors.append(bias)
         if prepared.lengths is not None:
-            tensors[self._seq_len_q] = prepared.lengths.q.seq_len
-            tensors[self._seq_len_kv] = prepared.lengths.kv.seq_len
-            for slot, offsets in zip(self._ragged, prepared.offsets, strict=True):
-                tensors[slot] = offsets
-        if problem.dropout:
-            assert problem.rng_state is not None
-            tensors[self._seed], tensors[self._offset] = problem.rng_state.unbind()
+            tensors += (prepared.lengths.q.seq_len, prepared.lengths.kv.seq_len)
+        if dropout:
+            assert rng_state is not None
+            tensors += rng_state.unbind()
+        tensors.append(host_scalar(attn_scale))
+        tensors += prepared.offsets
         executable = self._executor.executable(self._key)
         size = executable.workspace_bytes
-        workspace = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
+        workspace = out.new_empty(size, dtype=torch.uint8) if size else None
         executable.run(tensors, workspace)
         COUNTERS["executions"] += 1
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusedattn.cache import on_clear
 from fusedattn.engines.base import Problem
 from fusedattn.engines.cudnn_buckets import batch_bucket, seqlen_buckets, tokens_bucket
 from fusedattn.engines.cudnn_key import Role, SdpaKey, TensorKey
@@ -16,6 +17,11 @@ from fusedattn.engines.cudnn_operands import dense_key, ragged_key
 from fusedattn.enums import Direction, NVTE_Mask_Type
 from fusedattn.spec import dtype_word
 from fusedattn.target import DeviceTarget
+
+# One object for each key, since to look an equal one up takes longer: all their fields are compared.
+_KEYS: dict[SdpaKey, SdpaKey] = {}
+_KEYS_CAPACITY = 4096
+on_clear(_KEYS.clear)
 
 _KV_SIDE = frozenset({Role.K, Role.V, Role.DK, Role.DV})
 # Their first axis is T in ragged calls.
@@ -91,7 +97,7 @@ class Call(NamedTuple):
         spec = self.problem.spec
         ragged, backward = spec.format.ragged, self.direction is Direction.backward
         ragged_stats = ragged and self.tensors[Role.STATS].dim() == 2
-        return SdpaKey(
+        key = SdpaKey(
             self.target,
             self.direction,
             tuple((role, self._declared(role, self.slice(role, part), part)) for role in sorted(self.tensors)),
@@ -104,6 +110,9 @@ class Call(NamedTuple):
             max_total_q=tokens_bucket(spec.rows_q) if ragged else 0,
             max_total_kv=tokens_bucket(spec.rows_kv) if ragged else 0,
         )
+        if len(_KEYS) >= _KEYS_CAPACITY:
+            _KEYS.clear()
+        return _KEYS.setdefault(key, key)
 
     def slice(self, role: Role, part: Part) -> Tensor:
         """What a part sees of a tensor; of a compact DQ a stand-in without memory."""

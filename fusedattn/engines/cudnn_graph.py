@@ -85,8 +85,6 @@ class _Declaration:
     def _backward(self) -> None:
         key = self._key
         options = self._common()
-        if key.ragged:
-            options |= {"max_total_seq_len_q": key.max_total_q, "max_total_seq_len_kv": key.max_total_kv}
         if key.deterministic:
             options["use_deterministic_algorithm"] = True
         if Role.DBIAS in key:
@@ -115,6 +113,8 @@ class _Declaration:
             options["use_padding_mask"] = True
             options["seq_len_q"] = self._plain("seq_len_q", Role.SEQ_LEN_Q, (batch, 1, 1, 1), "int32")
             options["seq_len_kv"] = self._plain("seq_len_kv", Role.SEQ_LEN_KV, (batch, 1, 1, 1), "int32")
+        if key.ragged:
+            options |= {"max_total_seq_len_q": key.max_total_q, "max_total_seq_len_kv": key.max_total_kv}
         if key.causal:
             options["use_causal_mask"] = True
         if Role.BIAS in key:

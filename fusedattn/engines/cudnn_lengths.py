@@ -21,7 +21,7 @@ class DeviceSide(NamedTuple):
 
     Attributes:
         seq_len: int32 ``[b]``, at most the side's ``max_seqlen``; 0 past the batch.
-        starts: int32 ``[b + 1]`` within ``[0, T]``, never decreasing; None in dense layouts.
+        starts: int64 ``[b + 1]`` within ``[0, T]``, never decreasing; None in dense layouts.
     """
 
     seq_len: Tensor
@@ -50,8 +50,8 @@ def device_lengths(problem: Problem, batch: int) -> DeviceLengths | None:
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 9, 5], dtype=torch.int32)
-        >>> _side(Side(cu_seqlens, None, 4, 6), 3, 4, True, cu_seqlens.device)
-        DeviceSide(seq_len=tensor([2, 4, 0, 0], dtype=torch.int32), starts=tensor([0, 2, 6, 6, 6], dtype=torch.int32))
+        >>> _side(Side(cu_seqlens, None, 3, 6), 3, 4, True, cu_seqlens.device)
+        DeviceSide(seq_len=tensor([2, 3, 0, 0], dtype=torch.int32), starts=tensor([0, 2, 6, 6, 6]))
     """
     lengths = problem.lengths
     if has_full_sequences(problem):
@@ -59,7 +59,9 @@ def device_lengths(problem: Problem, batch: int) -> DeviceLengths | None:
     ragged = problem.spec.format.ragged
     device = problem.q.device
     q = _side(lengths.q, lengths.batch, batch, ragged, device)
-    same = lengths.kv.cu_seqlens is lengths.q.cu_seqlens and lengths.kv[2:] == lengths.q[2:]
+    same = lengths.kv is lengths.q or (
+        lengths.kv.cu_seqlens is lengths.q.cu_seqlens and lengths.kv[2:] == lengths.q[2:]
+    )
     return DeviceLengths(q, q if same else _side(lengths.kv, lengths.batch, batch, ragged, device))
 
 
@@ -77,65 +79,58 @@ def _side(side: Side, batch: int, padded: int, ragged: bool, device: torch.devic
     if side.cu_seqlens is None:
         return full_side(batch, side.rows, device)
     cu_seqlens = side.cu_seqlens
-    if ragged:
-        cu_seqlens = cu_seqlens.clamp(0, side.rows).cummax(0).values
-        if padded > batch:
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(padded - batch)])
-    return DeviceSide(cu_seqlens.diff().clamp_(0, side.max_seqlen), cu_seqlens if ragged else None)
+    if not ragged:
+        return DeviceSide(cu_seqlens.diff().clamp_(0, side.max_seqlen), None)
+    starts = cu_seqlens.to(torch.int64).clamp(0, side.rows).cummax(0).values
+    if padded > batch:
+        starts = torch.cat([starts, starts[-1:].expand(padded - batch)])
+    # The type changes on the way out, since a conversion would be a launch more.
+    seq_len = torch.sub(starts[1:], starts[:-1], out=starts.new_empty(starts.shape[0] - 1, dtype=torch.int32))
+    return DeviceSide(seq_len.clamp_max_(side.max_seqlen), starts)
 
 
 def ragged_offsets(lengths: DeviceLengths, needed: tuple[RaggedOffsets, ...]) -> list[Tensor]:
-    """Offsets in elements: int64 ``[b + 1]`` for each that is needed."""
-    found: list[Tensor] = []
-    for offsets in needed:
-        starts = (lengths.kv if offsets.kv else lengths.q).starts
-        assert starts is not None
-        found.append(starts.to(torch.int64) * offsets.token_stride)
-    return found
+    """Offsets in elements: int64 ``[b + 1]`` for each that is needed; the same tensor for those that are equal."""
+    found: dict[tuple[bool, int], Tensor] = {}
+    same = lengths.kv is lengths.q
+    keys = [(offsets.kv and not same, offsets.token_stride) for offsets in needed]
+    for kv, stride in keys:
+        if (kv, stride) not in found:
+            starts = (lengths.kv if kv else lengths.q).starts
+            assert starts is not None
+            found[kv, stride] = starts * stride
+    return [found[key] for key in keys]
 
 
-class Rows(NamedTuple):
-    """Where the rows of one side belong.
-
-    Attributes:
-        outside: bool, ``[B, S]`` dense or ``[T]`` ragged: in no sequence, or in one that has no row of the other side.
-        sequence, position: int64 like ``outside``: the row's sequence (b where it has none), and its place in it; None
-            in dense layouts, where both are axes.
-    """
-
-    outside: Tensor
-    sequence: Tensor | None
-    position: Tensor | None
-
-
-def rows_of(side: DeviceSide, other: DeviceSide, rows: int) -> Rows:
-    """Place the rows of a side.
+def rows_outside(side: DeviceSide, other: DeviceSide, rows: int) -> Tensor:
+    """The rows of a side that are in no sequence, or in one that has no row of the other side.
 
     Args:
         side, other: The side, and the one that it attends to or that attends to it.
         rows: T ragged, S dense.
 
     Returns:
-        See ``Rows``.
+        bool, ``[B, S]`` dense or ``[T]`` ragged.
 
     Raises:
         Nothing.
 
     Example:
         >>> lens = torch.tensor([2, 1], dtype=torch.int32)
-        >>> rows_of(DeviceSide(lens, None), DeviceSide(lens - 1, None), 3).outside.tolist()
+        >>> rows_outside(DeviceSide(lens, None), DeviceSide(lens - 1, None), 3).tolist()
         [[False, False, True], [True, True, True]]
+        >>> side = DeviceSide(lens, torch.tensor([1, 4, 5]))
+        >>> rows_outside(side, side, 6).tolist()
+        [True, False, False, True, False, True]
     """
     live = side.seq_len if other is side else side.seq_len * (other.seq_len > 0)
     index = torch.arange(rows, device=live.device)
     if side.starts is None:
-        return Rows(index >= live[:, None], None, None)
-    sequence = torch.searchsorted(side.starts[1:], index, right=True)
-    position = index - side.starts[sequence]
-    # Rows past the last sequence have the number of sequences for theirs.
-    live = torch.nn.functional.pad(live, (0, 1))
-    # Rows before the first offset, where that is not 0 as it should be, are in no sequence either.
-    return Rows((position < 0) | (position >= live[sequence]), sequence, position)
+        return index >= live[:, None]
+    starts = side.starts[:-1]
+    # As many sequences have ended by then as have begun; neither starts nor ends ever decrease.
+    begun, ended = (torch.searchsorted(offsets, index, right=True) for offsets in (starts, starts + live))
+    return begun == ended
 
 
 def rows_without_key(problem: Problem, bias: Tensor | None, lengths: DeviceLengths | None) -> Tensor | None:
@@ -152,23 +147,29 @@ def rows_without_key(problem: Problem, bias: Tensor | None, lengths: DeviceLengt
     Raises:
         Nothing.
     """
-    rows = None if lengths is None else rows_of(lengths.q, lengths.kv, problem.lengths.q.rows)
+    rows = problem.lengths.q.rows
     ragged = problem.spec.format.ragged
-    outside = None if rows is None else rows.outside[:, None] if ragged else rows.outside[:, None, :]
+    outside = None if lengths is None else rows_outside(lengths.q, lengths.kv, rows).unsqueeze(1)
     if bias is None:
         return outside
     first = _first_live_key(bias)
-    limit = _keys_in_sight(problem, lengths, rows)
     if ragged:
-        assert rows is not None
-        assert rows.sequence is not None
-        assert rows.position is not None
+        assert lengths is not None
+        assert lengths.q.starts is not None
         # Rows outside sequences take any place that exists; they are dead already.
-        sequence = rows.sequence.clamp_max(bias.shape[0] - 1)
-        position = rows.position.clamp(0, bias.shape[2] - 1)
+        index = torch.arange(rows, device=bias.device)
+        sequence = torch.searchsorted(lengths.q.starts[1:-1], index, right=True)
+        position = index - lengths.q.starts[sequence]
+        limit = _keys_in_sight(problem, lengths.kv.seq_len[sequence].long(), position)
+        sequence, position = sequence.clamp_max(bias.shape[0] - 1), position.clamp(0, bias.shape[2] - 1)
         blind = first[sequence, :, position] >= limit[:, None]
     else:
-        blind = first >= limit[:, None, :]
+        position = torch.arange(rows, device=bias.device)[None]
+        if lengths is None:
+            limit = torch.full((1, 1), problem.lengths.kv.max_seqlen, device=bias.device)
+        else:
+            limit = lengths.kv.seq_len[:, None].long()
+        blind = first >= _keys_in_sight(problem, limit, position)[:, None, :]
     return blind if outside is None else blind | outside
 
 
@@ -178,20 +179,17 @@ def _first_live_key(bias: Tensor) -> Tensor:
     return torch.where(live.any(-1), live.to(torch.uint8).argmax(-1), bias.shape[-1])
 
 
-def _keys_in_sight(problem: Problem, lengths: DeviceLengths | None, rows: Rows | None) -> Tensor:
-    """int64, ``[1|B, 1|Sq]`` dense or ``[T]`` ragged: how many keys from 0 a row sees through lengths and mask."""
-    device = problem.q.device
-    if rows is not None and rows.sequence is not None:
-        assert lengths is not None
-        assert rows.position is not None
-        limit = torch.nn.functional.pad(lengths.kv.seq_len, (0, 1))[rows.sequence].long()
-        position = rows.position
-    else:
-        if lengths is None:
-            limit = torch.full((1, 1), problem.lengths.kv.max_seqlen, device=device)
-        else:
-            limit = lengths.kv.seq_len[:, None].long()
-        position = torch.arange(problem.lengths.q.rows, device=device)[None]
+def _keys_in_sight(problem: Problem, limit: Tensor, position: Tensor) -> Tensor:
+    """How many keys from 0 a row sees through lengths and mask.
+
+    Args:
+        problem: Has the mask.
+        limit: int64: how many its sequence has.
+        position: int64: the row's place in its sequence.
+
+    Returns:
+        int64 that broadcasts like the two.
+    """
     if problem.spec.mask_type is NVTE_Mask_Type.NVTE_CAUSAL_MASK:
         return torch.minimum(limit, position + 1)
     return limit

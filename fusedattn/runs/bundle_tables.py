@@ -30,16 +30,18 @@ def bundle_tables(manifest: Manifest) -> Iterator[Table]:
         names.setdefault(target.fingerprint, []).append(target.name)
     for fingerprint, sharing in names.items():
         plans = [plan for plan in manifest.plans if plan.fingerprint == fingerprint]
-        table = Table(title=f"{', '.join(sharing)} ({fingerprint})", title_justify="left", caption_justify="left")
-        for left in ("problem", "direction", "needed by", "kernels"):
-            table.add_column(left, overflow="fold")
-        for right in ("workspace MiB", "build ms", "size KiB"):
+        table = Table(
+            title=f"{', '.join(sharing)} ({fingerprint})", title_justify="left", caption_justify="left", show_lines=True
+        )
+        # Below each other, since beside the rest no terminal has room for names of kernels.
+        table.add_column("problem\nneeded by\nkernels", overflow="fold")
+        for right in ("workspace\nMiB", "build\nms", "size\nKiB"):
             table.add_column(right, justify="right", no_wrap=True)
         for plan in plans:
             figures = (f"{plan.workspace_bytes / 2**20:.1f}", f"{plan.build_ms:.0f}", f"{plan.bytes / 1024:.0f}")
-            cells = (plan.problem, plan.direction, _few(plan.cases), "\n".join(plan.kernels), *figures)
+            lines = (f"{plan.direction} {plan.problem}", ", ".join(_few(plan.cases)), *plan.kernels)
             # Text: names may hold square brackets, which rich would read as markup.
-            table.add_row(*map(Text, cells))
+            table.add_row(*map(Text, ("\n".join(lines), *figures)))
         seconds = sum(plan.build_ms for plan in plans) / 1e3
         table.caption = f"{len(plans)} plans, built in {seconds:.1f} s, {_mib(plan.bytes for plan in plans)}"
         yield table
@@ -84,13 +86,15 @@ def unplanned_table(unplanned: Iterable[Unplanned]) -> Table:
     for (failed, direction, reason), calls in sorted(groups.items(), key=lambda group: group[0][0]):
         cases, targets = (tuple(dict.fromkeys(getattr(call, name) for call in calls)) for name in ("case", "target"))
         style, word = ("red", "FAILED") if failed else ("", "torch engine")
-        table.add_row(Text(_few(cases)), Text(direction), Text(", ".join(targets)), Text(f"{word}: {reason}", style))
+        table.add_row(
+            Text("\n".join(_few(cases))), Text(direction), Text(", ".join(targets)), Text(f"{word}: {reason}", style)
+        )
     return table
 
 
-def _few(names: tuple[str, ...]) -> str:
+def _few(names: tuple[str, ...]) -> list[str]:
     more = len(names) - _FEW
-    return "\n".join((*names[:_FEW], *([f"and {more} more"] if more > 0 else [])))
+    return [*names[:_FEW], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _mib(sizes: Iterable[int]) -> str:

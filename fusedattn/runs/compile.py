@@ -12,7 +12,7 @@ from fusedattn.bundle_write import plan_file
 from fusedattn.engines.cudnn_key import Role, SdpaKey
 from fusedattn.errors import BuildError, RunFileError, SpecError
 from fusedattn.rules_cudnn import PACKAGE
-from fusedattn.runs.config import BenchRun, VerifyRun
+from fusedattn.runs.config import AnyRun
 from fusedattn.runs.needed import Outcome, calls_of, record, self_tests
 from fusedattn.runs.plan_builder import Built, PlanBuilder
 from fusedattn.target import TARGETS, DeviceTarget, parse_target
@@ -76,14 +76,14 @@ def parse_targets(words: Sequence[str]) -> list[DeviceTarget]:
     return [parse_target(word) for word in words]
 
 
-def require_engine(file: Path, run: VerifyRun | BenchRun) -> None:
+def require_engine(file: Path, run: AnyRun) -> None:
     """See that a run leaves its cases to the cuDNN engine; raises ``RunFileError`` where it names another."""
     if run.engine not in ("auto", "cudnn"):
         raise RunFileError(f"{file}: engine: expected auto or cudnn, got '{run.engine}', which has no plans to compile")
 
 
 def compile_run(
-    run: VerifyRun | BenchRun, targets: Sequence[DeviceTarget], folder: Path, builder: PlanBuilder, progress: Progress
+    run: AnyRun, targets: Sequence[DeviceTarget], folder: Path, builder: PlanBuilder, progress: Progress
 ) -> Compiled:
     """Build the plans that a run needs.
 

@@ -1,4 +1,7 @@
-"""The models of a run file: a `VerifyRun` compares with the reference, a `BenchRun` with torch's SDPA."""
+"""The models of a run file: a `VerifyRun` compares with the reference, a `BenchRun` with torch's SDPA.
+
+A `DispatchRun` times what the host does before a GPU has anything to do.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from fusedattn.runs.fields import (
     Rate,
     Seed,
     Strict,
+    TargetWord,
 )
 
 Lengths: TypeAlias = list[Length]
@@ -217,6 +221,17 @@ def _measure(value: Any) -> str:
     return "<peak_memory>" if measure == "peak_memory" else "<time>"
 
 
+class DispatchProblem(Geometry):
+    """A problem whose calls are made as on a GPU, up to what would be handed over to cuDNN."""
+
+    op: OpWord = "fused_attention"
+    """fused_attention: the differentiable functions. nvte: the four nvte_fused_attn functions."""
+    directions: list[Literal["forward", "backward", "forward_backward"]] = Field(default=["forward"], min_length=1)
+    """What is timed. Operands of fused_attention want gradients."""
+    aim_us: float | None = Field(default=None, gt=0)
+    """What a forward should take, preparation apart, in microseconds. It is shown next to the figure, no more."""
+
+
 class Run(Strict):
     """What all runs have."""
 
@@ -230,7 +245,7 @@ class VerifyRun(Run):
     """Compares results and gradients with a float64 reference, within the error budget."""
 
     kind: Literal["verify"]
-    """verify: compare with the reference. bench: time against torch's SDPA."""
+    """verify: compare with the reference. bench: time against torch's SDPA. dispatch: host time of a call."""
     problems: list[VerifyProblem] = Field(min_length=1)
     """What is compared."""
 
@@ -239,7 +254,7 @@ class BenchRun(Run):
     """Times against torch's scaled_dot_product_attention, after a check that both agree."""
 
     kind: Literal["bench"]
-    """verify: compare with the reference. bench: time against torch's SDPA."""
+    """verify: compare with the reference. bench: time against torch's SDPA. dispatch: host time of a call."""
     repeats: Count = 21
     """Timed calls of each side."""
     warmup: Length = 3
@@ -253,15 +268,32 @@ class BenchRun(Run):
     """What is measured."""
 
 
-AnyRun: TypeAlias = VerifyRun | BenchRun
-RUNS: dict[str, type[VerifyRun] | type[BenchRun]] = {"verify": VerifyRun, "bench": BenchRun}
+class DispatchRun(Run):
+    """Times calls on CPU tensors that are taken for a GPU's, with one thread, next to what others take."""
+
+    kind: Literal["dispatch"]
+    """verify: compare with the reference. bench: time against torch's SDPA. dispatch: host time of a call."""
+    engine: Literal["auto", "cudnn"] = "auto"
+    """Which word the calls have; cudnn is what computes under both."""
+    target: TargetWord
+    """The GPU that tensors are taken to be on, as `fusedattn targets` lists it."""
+    repeats: Count = 2000
+    """Timed calls of each kind."""
+    warmup: Length = 200
+    """Untimed calls of each kind before."""
+    problems: list[DispatchProblem] = Field(min_length=1)
+    """What is called."""
+
+
+AnyRun: TypeAlias = VerifyRun | BenchRun | DispatchRun
+RUNS: dict[str, type[AnyRun]] = {"verify": VerifyRun, "bench": BenchRun, "dispatch": DispatchRun}
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a run file, from which an editor completes it.
 
     >>> sorted(json_schema()["discriminator"]["mapping"])
-    ['bench', 'verify']
+    ['bench', 'dispatch', 'verify']
     """
     adapter: TypeAdapter[AnyRun] = TypeAdapter(Annotated[AnyRun, Field(discriminator="kind")])
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fusedattn run"}

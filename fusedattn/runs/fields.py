@@ -9,12 +9,13 @@ import reprlib
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fusedattn.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout
 from fusedattn.errors import SpecError
+from fusedattn.target import TARGETS
 
 _LayoutWord = Literal["t3hd", "thd_t2hd", "thd_thd_thd", "bshd_bshd_bshd", "sbhd_sbhd_sbhd", "bhsd_bhsd_bhsd"]
 _BiasWord = Literal["none", "pre_scale", "post_scale"]
@@ -71,6 +72,15 @@ def nearest(word: object, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _known_target(word: str) -> str:
+    if word not in TARGETS:
+        raise file_error(f"expected one of {', '.join(TARGETS)}, got {word!r}{nearest(word, TARGETS)}")
+    return word
+
+
+TargetWord = Annotated[str, AfterValidator(_known_target), Field(json_schema_extra={"enum": list(TARGETS)})]
 
 
 class Strict(BaseModel):

@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from fusedattn.runs.config import BenchProblem, FileInputs, Geometry, RandomInputs, TimeProblem, VerifyProblem
+from fusedattn.runs.config import (
+    BenchProblem,
+    DispatchProblem,
+    FileInputs,
+    Geometry,
+    RandomInputs,
+    TimeProblem,
+    VerifyProblem,
+)
 from fusedattn.runs.fields import PACKED, RAGGED
 from fusedattn.runs.sweeps import expand
 
@@ -63,6 +71,8 @@ def _faults(case: Geometry) -> Iterator[tuple[str, str]]:
         yield from _faults_of_file(case, case.layout, case.inputs)
     else:
         yield from _faults_of_random(case, case.layout, case.inputs)
+    if isinstance(case, (VerifyProblem, DispatchProblem)) and case.op == "nvte" and case.layout not in PACKED:
+        yield "op", f"the nvte functions take the packed layouts {' and '.join(PACKED)}, got {case.layout}"
     if isinstance(case, VerifyProblem):
         yield from _faults_of_verify(case)
     if isinstance(case, BenchProblem):
@@ -108,8 +118,6 @@ def _faults_of_random(case: Geometry, layout: str, inputs: RandomInputs) -> Iter
 
 
 def _faults_of_verify(case: VerifyProblem) -> Iterator[tuple[str, str]]:
-    if case.op == "nvte" and case.layout not in PACKED:
-        yield "op", f"the nvte functions take the packed layouts {' and '.join(PACKED)}, got {case.layout}"
     if case.op == "nvte" and case.through_lse:
         yield "through_lse", "the nvte functions take no gradient of the log-sum-exp"
     if case.op == "nvte" and not case.is_training and case.directions == ["backward"]:

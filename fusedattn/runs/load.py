@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fusedattn.errors import RunFileError
-from fusedattn.runs.config import RUNS, BenchRun, FileInputs, Geometry, VerifyRun
+from fusedattn.runs.config import RUNS, AnyRun, FileInputs, Geometry
 from fusedattn.runs.document import Document
 from fusedattn.runs.fields import nearest
 from fusedattn.runs.inputs import build
@@ -18,7 +18,7 @@ from fusedattn.runs.laws import broken_laws, duplicate_names
 from fusedattn.runs.sweeps import expand
 
 
-def load_run(file: Path) -> VerifyRun | BenchRun:
+def load_run(file: Path) -> AnyRun:
     """Reads a run file.
 
     Args:

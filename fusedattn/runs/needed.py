@@ -19,7 +19,7 @@ from fusedattn.enums import Direction, Engine, NVTE_QKV_Layout
 from fusedattn.errors import BuildError, EngineRefusal
 from fusedattn.layouts import LAYOUTS
 from fusedattn.runs.case import Case
-from fusedattn.runs.config import BenchRun, Geometry, RandomInputs, VerifyProblem, VerifyRun
+from fusedattn.runs.config import AnyRun, Geometry, RandomInputs, VerifyProblem
 from fusedattn.runs.inputs import build
 from fusedattn.runs.sweeps import expand
 from fusedattn.target import DeviceTarget
@@ -119,7 +119,7 @@ def record(call: Call, workspaces: Mapping[SdpaKey, int | BuildError]) -> Outcom
     return Outcome(call, tuple(recorder.keys), refused, fault)
 
 
-def calls_of(run: VerifyRun | BenchRun, targets: Iterable[DeviceTarget], folder: Path) -> Iterator[Call]:
+def calls_of(run: AnyRun, targets: Iterable[DeviceTarget], folder: Path) -> Iterator[Call]:
     """The calls that the cases of a run consist of.
 
     Args:
@@ -168,22 +168,36 @@ def _like(x: Tensor) -> Tensor:
 
 def _maker(geometry: Geometry, case: Case, direction: Direction, target: DeviceTarget) -> Callable[[Recorder], None]:
     training = not isinstance(geometry, VerifyProblem) or geometry.is_training
-    nvte = isinstance(geometry, VerifyProblem) and geometry.op == "nvte"
+    nvte = getattr(geometry, "op", "") == "nvte"
 
     def make(recorder: Recorder) -> None:
         with runtime.pretend(target, recorder):
-            _compute(case, direction, training, nvte)
+            compute(request_of(case, direction, training, nvte), direction)
 
     return make
 
 
-def _compute(case: Case, direction: Direction, training: bool, nvte: bool) -> None:
-    """One direction of what a public function does with a case, by the cuDNN engine or not at all."""
+def request_of(case: Case, direction: Direction, training: bool, nvte: bool) -> runtime.Request:
+    """What a public function makes of a case, for the cuDNN engine or none.
+
+    Args:
+        case: The problem.
+        direction: Forward, or the backward after it.
+        training: As the call has it.
+        nvte: Whether the call is of the nvte functions.
+
+    Returns:
+        The request.
+
+    Raises:
+        SpecError: An argument is wrong.
+        EngineRefusal: The cuDNN engine does not take it.
+    """
     layout = NVTE_QKV_Layout.parse(case.layout, "layout")
     backward = direction is Direction.backward
     bias = None if case.bias is None else case.bias.detach().requires_grad_(backward)
     max_seqlen_kv = case.max_seqlen_q if case.layout == "t3hd" else case.max_seqlen_kv
-    request = attention_request(
+    return attention_request(
         layout,
         dict(zip(LAYOUTS[layout].operands, case.operands, strict=True)),
         bias,
@@ -201,15 +215,19 @@ def _compute(case: Case, direction: Direction, training: bool, nvte: bool) -> No
         Engine.cudnn,
         differentiable=not nvte,
     )
-    if not backward:
+
+
+def compute(request: runtime.Request, direction: Direction) -> None:
+    """Have the engine compute one direction of a request; raises like ``runtime.forward`` and ``backward``."""
+    if direction is Direction.forward:
         runtime.forward(request)
         return
-    first = request.operands[0]
-    out = first.new_empty(runtime.out_shape(layout, request.operands))
-    lse = first.new_empty(runtime.lse_shape(layout, request.operands), dtype=runtime.lse_dtype(first.dtype))
+    first, bias = request.operands[0], request.bias
+    out = first.new_empty(runtime.out_shape(request.layout, request.operands))
+    shape, dtype = runtime.lse_shape(request.layout, request.operands), runtime.lse_dtype(first.dtype)
     gradients = [x.new_empty(x.shape) for x in request.operands]
     dbias = None if bias is None else torch.empty_like(bias)
-    runtime.backward(request, torch.empty_like(out), None, out, lse, gradients, dbias)
+    runtime.backward(request, torch.empty_like(out), None, out, first.new_empty(shape, dtype=dtype), gradients, dbias)
 
 
 def self_tests(keys: Iterable[SdpaKey]) -> Iterator[Call]:

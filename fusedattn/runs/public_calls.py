@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,13 @@ def attend(
     Raises:
         FusedAttnError: What the function refuses.
     """
+    return attend_call(case, operands, bias, is_training)()
+
+
+def attend_call(
+    case: Case, operands: Sequence[Tensor], bias: Tensor | None, is_training: bool = True
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The call that `attend` makes, which can be made again."""
     names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     lengths: dict[str, Any] = {name: getattr(case, name) for name in names}
     function: Any = fused_attention
@@ -41,7 +49,8 @@ def attend(
         function = fused_attention_qkvpacked
     elif case.layout_word == "thd_t2hd":
         function = fused_attention_kvpacked
-    out, lse = function(
+    return partial(
+        function,
         *operands,
         bias,
         **lengths,
@@ -55,7 +64,6 @@ def attend(
         return_lse=True,
         engine=case.engine,
     )
-    return out, lse
 
 
 def attend_nvte(
@@ -74,20 +82,44 @@ def attend_nvte(
     Raises:
         FusedAttnError: What the functions refuse.
     """
-    one = case.layout_word == "t3hd"
-    cu_kv = case.cu_seqlens_q if case.cu_seqlens_kv is None else case.cu_seqlens_kv
-    lengths = (case.cu_seqlens_q,) if one else (case.cu_seqlens_q, cu_kv)
-    sizes = case.longest()[:1] if one else case.longest()
-    words = (case.scale, case.dropout, case.layout, case.bias_type, case.mask_type)
-    forward: Any = nvte.nvte_fused_attn_fwd_qkvpacked if one else nvte.nvte_fused_attn_fwd_kvpacked
+    out, pack = nvte_forward_call(case, is_training)()
+    return out, pack, () if dout is None else tuple(nvte_backward_call(case)(out, dout, pack))
+
+
+def nvte_forward_call(case: Case, is_training: bool = True) -> Callable[[], tuple[Tensor, NVTETensorPack]]:
+    """The forward that `attend_nvte` makes, which can be made again."""
+    function: Any = nvte.nvte_fused_attn_fwd_qkvpacked if _is_one(case) else nvte.nvte_fused_attn_fwd_kvpacked
+    lengths, sizes, words = _nvte_arguments(case)
     arguments = (*case.operands, case.bias, None, None, None, *lengths, case.rng_state, *sizes, is_training, *words)
-    out, pack = forward(*arguments, engine=case.engine)
-    if dout is None:
-        return out, pack, ()
-    backward: Any = nvte.nvte_fused_attn_bwd_qkvpacked if one else nvte.nvte_fused_attn_bwd_kvpacked
-    empty = (None,) * len(case.operands)
-    arguments = (*case.operands, out, dout, None, None, pack, *empty, None, *lengths, *sizes, *words)
-    return out, pack, tuple(backward(*arguments, engine=case.engine))
+    return partial(function, *arguments, engine=case.engine)
+
+
+def nvte_backward_call(case: Case) -> Callable[[Tensor, Tensor, NVTETensorPack], tuple[Tensor | None, ...]]:
+    """The backward that `attend_nvte` makes, which takes out, its gradient and the pack."""
+    function: Any = nvte.nvte_fused_attn_bwd_qkvpacked if _is_one(case) else nvte.nvte_fused_attn_bwd_kvpacked
+    lengths, sizes, words = _nvte_arguments(case)
+    rest = (*(None for _ in case.operands), None, *lengths, *sizes, *words)
+
+    def backward(out: Tensor, dout: Tensor, pack: NVTETensorPack) -> tuple[Tensor | None, ...]:
+        gradients: tuple[Tensor | None, ...] = function(
+            *case.operands, out, dout, None, None, pack, *rest, engine=case.engine
+        )
+        return gradients
+
+    return backward
+
+
+def _is_one(case: Case) -> bool:
+    return case.layout_word == "t3hd"
+
+
+def _nvte_arguments(case: Case) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[Any, ...]]:
+    """Lengths, longest sequences and words."""
+    cu_kv = case.cu_seqlens_q if case.cu_seqlens_kv is None else case.cu_seqlens_kv
+    words = (case.scale, case.dropout, case.layout, case.bias_type, case.mask_type)
+    if _is_one(case):
+        return (case.cu_seqlens_q,), case.longest()[:1], words
+    return (case.cu_seqlens_q, cu_kv), case.longest(), words
 
 
 def separate(case: Case) -> tuple[Tensor, Tensor, Tensor]:

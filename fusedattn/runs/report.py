@@ -18,8 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedattn.errors import RunFileError
+from fusedattn.rules_cudnn import PACKAGE
 from fusedattn.runs.bench import BenchRow
-from fusedattn.runs.config import BenchRun, VerifyRun
+from fusedattn.runs.config import AnyRun, DispatchRun
+from fusedattn.runs.dispatch import DispatchRow
 from fusedattn.runs.verify import VerifyRow
 
 LONG = 80
@@ -82,6 +84,28 @@ def bench_table(rows: Sequence[BenchRow], title: str) -> Table:
     return table
 
 
+def dispatch_table(rows: Sequence[DispatchRow], title: str) -> Table:
+    """Call, its time, that of its two parts, the aim, and the operators beside the graph.
+
+    Args:
+        rows: The figures.
+        title: Heads the table.
+
+    Returns:
+        A table. An aim that is missed is told, and no failure.
+    """
+    right = ("µs", "10-90%", "preparation", "the rest", "aim", "launches")
+    table = _table(title, "case", "op", "direction", right=right, last="ok")
+    for row in rows:
+        spread = "" if row.total_spread_us is None else "{:.1f}-{:.1f}".format(*row.total_spread_us)
+        figures = ["" if x is None else f"{x:.1f}" for x in (row.total_us, row.preparation_us, row.hand_over_us)]
+        aim = "" if row.within_aim is None else f"{row.aim_us:g}: {'within' if row.within_aim else 'missed'}"
+        launches = "" if row.launches is None else str(row.launches)
+        cells = (row.case, row.op, row.direction, figures[0], spread, *figures[1:], aim, launches)
+        _add(table, cells, row.ok, row.note)
+    return table
+
+
 def _table(title: str, *left: str, right: Sequence[str], last: str) -> Table:
     table = Table(title=title, title_justify="left")
     for name in left:
@@ -102,7 +126,7 @@ def _number(x: float | None) -> str:
     return "" if x is None else f"{x:.2e}"
 
 
-def document(run: VerifyRun | BenchRun, rows: Sequence[VerifyRow] | Sequence[BenchRow]) -> dict[str, Any]:
+def document(run: AnyRun, rows: Sequence[VerifyRow] | Sequence[BenchRow] | Sequence[DispatchRow]) -> dict[str, Any]:
     """The JSON of a run: `config`, `versions`, `machine` and `rows`; no host name and no other path."""
     return {
         "config": run.model_dump(mode="python", exclude_unset=True),
@@ -110,21 +134,22 @@ def document(run: VerifyRun | BenchRun, rows: Sequence[VerifyRow] | Sequence[Ben
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": numpy.__version__,
-            "fusedattn": _version(),
+            "fusedattn": _version("fusedattn"),
+            "cudnn_frontend": _version(PACKAGE),
         },
         "machine": {
             "system": platform.system(),
             "processor": _processor(),
             "cores": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
+            "torch_threads": 1 if isinstance(run, DispatchRun) else torch.get_num_threads(),
         },
         "rows": [dataclasses.asdict(row) for row in rows],
     }
 
 
-def _version() -> str:
+def _version(package: str) -> str:
     try:
-        return version("fusedattn")
+        return version(package)
     except PackageNotFoundError:
         return "not installed"
 
@@ -139,7 +164,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def prepare_out(file: Path, run: VerifyRun | BenchRun) -> Path:
+def prepare_out(file: Path, run: AnyRun) -> Path:
     """Makes the folders of the run's JSON, so that a place that cannot be is told before the work.
 
     Args:
