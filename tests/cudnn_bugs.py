@@ -95,6 +95,7 @@ CHECKS: dict[str, Callable[[], object]] = {
     "bias": functools.partial(judge, BIAS),
     "pre-scale bias": functools.partial(judge, PRE_SCALE),
     "dead rows": functools.partial(judge, DEAD),
+    "ragged, dead rows": functools.partial(judge, replace(THD, q=(7, 5), kv=(1, 9), bias="bhqk", dead=True)),
     "dropout": functools.partial(judge, DROPPED),
     "gradient of lse": functools.partial(judge, replace(PADDED, dlse=True)),
     "parts": _in_parts(BIAS),

@@ -23,6 +23,12 @@ def dense(d: int = 64, s: int = 256, b: int = 2, h: int = 4, **options: Any) -> 
     return {"operands": [leaf(b, s, h, d) for _ in range(3)], "function": fusedattn.fused_attention, **options}
 
 
+def views() -> dict[str, Any]:
+    """Operands cut from wider tensors, so that no two have the same strides."""
+    q, k, v = leaf(2, 256, 4, 64), leaf(2, 384, 6, 3, 64)[:, :, :4, 0], leaf(2, 384, 5, 64)[:, :, :4]
+    return {"operands": [q, k, v], "function": fusedattn.fused_attention}
+
+
 def packed(d: int = 64, h: int = 4, **options: Any) -> dict[str, Any]:
     cu_seqlens = torch.tensor([0, 100, 200, 420], dtype=torch.int32)
     return {
@@ -37,6 +43,7 @@ def packed(d: int = 64, h: int = 4, **options: Any) -> dict[str, Any]:
 RNG = torch.tensor([1, 2])
 HEADLINES: dict[str, Callable[[], dict[str, Any]]] = {
     "d64": dense,
+    "views of wider tensors": views,
     "d128 causal": lambda: dense(d=128, attn_mask_type="causal"),
     "t3hd d128 causal": lambda: packed(d=128, attn_mask_type="causal"),
     "bias": lambda: dense(bias=leaf(1, 4, 256, 256)),

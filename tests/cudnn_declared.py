@@ -18,8 +18,9 @@ _DTYPES = {
 }
 _OPTIONAL_INPUTS = {"attn_scale", "bias", "seq_len_q", "seq_len_kv", "dropout_1", "dropout_2"}
 _PARAMS = {
-    "attn_scale", "use_padding_mask", "use_causal_mask", "diagonal_alignment", "diagonal_band_right_bound",
-    "_dropout_n", "dropout_0",
+    "attn_scale", "use_padding_mask", "use_causal_mask", "use_causal_mask_bottom_right", "diagonal_alignment",
+    "diagonal_band_right_bound",
+    "max_total_seq_len_q", "max_total_seq_len_kv", "_dropout_n", "dropout_0",
 }  # fmt: skip
 _ALIGNED = ("q", "k", "v", "O", "o", "dO", "dQ", "dK", "dV")
 _SCALARS = ("attn_scale", "dropout_1", "dropout_2")
@@ -41,7 +42,7 @@ _KINDS = {
         frozenset({"q", "k", "v", "o", "dO", "stats"}),
         frozenset({"dQ", "dK", "dV"}),
         frozenset({"dBias"}),
-        frozenset({"max_total_seq_len_q", "max_total_seq_len_kv", "use_deterministic_algorithm"} | _PARAMS),
+        frozenset({"use_deterministic_algorithm"} | _PARAMS),
     ),
 }
 
@@ -56,6 +57,7 @@ class Attention:
         tensors: All that must be bound, ragged offsets included, by ascending uid.
         dim: ``(b, h, s_q, s_kv)``.
         causal, padding: Its masks.
+        bottom_right: Whether the causal mask is anchored at the last row and key, not at the first.
         dropout: Probability to drop; 0 without.
         attn_scale: The factor where it is part of the graph; None where a tensor holds it.
         max_total_q, max_total_kv: Tokens that a ragged side does not pass, or None.
@@ -67,6 +69,7 @@ class Attention:
     tensors: Mapping[int, Declared]
     dim: tuple[int, int, int, int]
     causal: bool
+    bottom_right: bool
     padding: bool
     dropout: float
     attn_scale: float | None
@@ -103,6 +106,7 @@ def read_graph(graph: Any, backend_version: int) -> Attention:
         tensors=dict(sorted(declared.by_uid.items())),
         dim=(*inputs["q"].dim[:3], inputs["k"].dim[2]),  # type: ignore[arg-type]
         causal=_causal(params),
+        bottom_right=bool(params.get("use_causal_mask_bottom_right")),
         padding=bool(params.get("use_padding_mask")),
         dropout=_dropout(node),
         attn_scale=None if "attn_scale" in inputs else params.get("attn_scale", 1.0),
@@ -172,7 +176,7 @@ def _causal(params: Mapping[str, Any]) -> bool:
         raise GraphFault("the mask", f"is aligned {alignment.name}, which is not known here")
     if bound not in (None, 0):
         raise GraphFault("the mask", f"has a right bound of {bound}, which is not known here")
-    return bool(params.get("use_causal_mask")) or bound == 0
+    return bool(params.get("use_causal_mask") or params.get("use_causal_mask_bottom_right")) or bound == 0
 
 
 def _dropout(node: Any) -> float:

@@ -52,6 +52,7 @@ class Problem:
     ragged_stats: bool = False
     gap: int = 0
     causal: bool = False
+    bottom_right: bool = False
     bias: tuple[int, int, int, int] | None = None
     bias_dtype: torch.dtype = torch.float32
     dropout: float = 0.0
@@ -170,7 +171,7 @@ class Handmade:
             lens = {f"seq_{name}": scalars(name, p.b, torch.int32) for name in ("len_q", "len_kv")}
             more |= {"use_padding_mask": True, **lens}
         if p.causal:
-            more["use_causal_mask"] = True
+            more["use_causal_mask_bottom_right" if p.bottom_right else "use_causal_mask"] = True
         if p.bias is not None:
             more["bias"] = given("bias")
         if p.dropout:
@@ -211,7 +212,8 @@ class Handmade:
             if bias is not None:
                 scores = scores + bias.expand(p.b, p.h, p.s_q, p.s_kv)[i, :, : q.shape[1], : k.shape[1]]
             if p.causal:
-                future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+                diagonal = k.shape[1] - q.shape[1] if p.bottom_right else 0
+                future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(diagonal + 1)
                 scores = scores.masked_fill(future, -math.inf)
             weights = scores.softmax(-1)
             if keep is not None:

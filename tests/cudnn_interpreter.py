@@ -162,17 +162,23 @@ class _Run:
             value = math.nan if self.options.nan_without_key else fill
             self.rows.write(port, sequence, torch.full((heads, rows, width), value), fill)
 
-    def _tiles(self, rows: int, keys: int) -> Iterator[tuple[slice, int]]:
+    def _diagonal(self, sequence: int) -> int:
+        """The last key that the first query sees under the causal mask."""
+        len_q, len_kv = self.rows.lengths[sequence]
+        return len_kv - len_q if self.graph.bottom_right else 0
+
+    def _tiles(self, sequence: int, rows: int, keys: int) -> Iterator[tuple[slice, int]]:
         """Query rows of a tile, and the end of the keys that they see any of."""
-        tile = self.options.tile
+        tile, diagonal = self.options.tile, self._diagonal(sequence)
         for first in range(0, rows, tile):
-            yield slice(first, min(first + tile, rows)), min(keys, first + tile) if self.graph.causal else keys
+            end = min(keys, max(first + tile + diagonal, 1)) if self.graph.causal else keys
+            yield slice(first, min(first + tile, rows)), end
 
     def _scores(self, sequence: int, tile: slice, q: Tensor, k: Tensor, length: int) -> Tensor:
         query, key = torch.arange(tile.start, tile.stop)[:, None], torch.arange(k.shape[1])
         live = key < length
         if self.graph.causal:
-            live = live & (key <= query)
+            live = live & (key <= query + self._diagonal(sequence))
         added = torch.zeros(1, 1, 1)
         if "bias" in self.graph.inputs:
             added = self.rows.read_bias(sequence, tile, min(length, k.shape[1]))
@@ -199,7 +205,7 @@ class _Run:
         q = self.rows.read("q", sequence, len_q)
         k, v = self._keys(sequence, len_kv)
         outs, stats = [q.new_empty(q.shape[0], 0, v.shape[2])], [q.new_empty(q.shape[0], 0, 1)]
-        for tile, end in self._tiles(len_q, k.shape[1]):
+        for tile, end in self._tiles(sequence, len_q, k.shape[1]):
             scores = self._scores(sequence, tile, q[:, tile], k[:, :end], len_kv)
             top = scores.amax(-1, keepdim=True)
             weights = (scores - top).exp()
@@ -220,7 +226,7 @@ class _Run:
         k, v = self._keys(sequence, len_kv)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         delta = (dout * out).sum(-1, keepdim=True)
-        for tile, end in self._tiles(len_q, k.shape[1]):
+        for tile, end in self._tiles(sequence, len_q, k.shape[1]):
             weights = (self._scores(sequence, tile, q[:, tile], k[:, :end], len_kv) - stats[:, tile]).exp()
             kept = self._kept(sequence, tile, end)
             dscores = self._rounded(weights * (dout[:, tile] @ v[:, :end].mT * kept - delta[:, tile]))

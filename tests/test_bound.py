@@ -15,6 +15,7 @@ import fusedattn
 import fusedattn.attention_calls
 import fusedattn.nvte_calls
 from fusedattn import bound, runtime
+from fusedattn.engines import cudnn_call
 from fusedattn.target import TARGETS
 
 CU = torch.tensor([0, 5, 9, 16], dtype=torch.int32)
@@ -37,6 +38,12 @@ def _types(more: dict[str, Any]) -> tuple[str, str]:
 QKV, Q, K, BIAS = half(18, 3, 2, 8), half(2, 7, 3, 8), half(2, 9, 3, 8), half(1, 3, 7, 9)
 
 
+def fused_attention_thd(qkv: torch.Tensor, **more: Any) -> Any:
+    q, k, v = qkv.unbind(1)
+    more |= {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding", "cu_seqlens_q": CU, "return_lse": True}
+    return fusedattn.fused_attention(q, k, v, **more)
+
+
 def tensors_of(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
@@ -52,6 +59,7 @@ FUNCTIONS: dict[str, Callable[[int], Any]] = {
     "nvte other scale": lambda i: nvte(QKV, scale=0.5 + i),
     "nvte NaN scale": lambda i: nvte(QKV, scale=float("nan")),
     "nvte dropout": lambda i: nvte(QKV + i, p=0.25, rng_state=RNG + i),
+    "nvte rng_state without dropout": lambda i: nvte(QKV + i, rng_state=RNG + i),
     "nvte inference": lambda i: nvte(QKV + i, is_training=False),
     "nvte bias": lambda i: nvte(QKV, bias=half(1, 2, 8, 8), bias_type="post_scale_bias"),
     "dense": lambda i: fusedattn.fused_attention(Q + i, K, K, attn_scale=0.25 + i, return_lse=True),
@@ -64,6 +72,8 @@ FUNCTIONS: dict[str, Callable[[int], Any]] = {
         Q, K, K, attn_mask_type="padding", cu_seqlens_kv=torch.tensor([0, 5, 5 + i]), cu_seqlens_q=CU[[0, 2, 3]],
         return_lse=True,
     ),
+    # A length is above the maximum of the keys, and is clamped to it.
+    "another maximum of keys": lambda i: fused_attention_thd(QKV + i, max_seqlen_q=8, max_seqlen_kv=6),
     "sbhd": lambda i: fusedattn.fused_attention(
         Q.transpose(0, 1) + i, *[K.transpose(0, 1)] * 2, qkv_layout="sbhd_sbhd_sbhd", return_lse=True
     ),
@@ -138,6 +148,53 @@ def test_nvte_backward_takes_the_pack_of_a_bound_forward(computed: list[bound.Bo
         assert len(computed) == 2
         assert torch.equal(found[0], found[1])
         assert not torch.equal(found[0], found[2])
+
+
+def test_a_backward_has_the_scale_of_its_own_forward(computed: list[bound.BoundCall]) -> None:
+    def gradient(scale: float) -> torch.Tensor:
+        q = Q.clone().requires_grad_()
+        fusedattn.fused_attention(q, K, K, attn_scale=scale).square().sum().backward()
+        assert q.grad is not None
+        return q.grad
+
+    with runtime.pretend(TARGETS["h100"], InterpretingExecutor()):
+        first, second, again = (gradient(scale) for scale in (0.5, 2.0, 0.5))
+        assert len(computed) == 2
+        fusedattn.clear_caches()
+        assert torch.equal(gradient(2.0), second)
+        assert len(computed) == 2
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_a_bias_that_is_changed_after_a_bound_forward_is_noticed(computed: list[bound.BoundCall]) -> None:
+    bias = half(1, 2, 8, 8)
+    with runtime.pretend(TARGETS["h100"], InterpretingExecutor()):
+        for _ in range(2):
+            _, pack = nvte(QKV, bias=bias, bias_type="post_scale_bias")
+    assert len(computed) == 1
+    assert not pack.bias_changed()
+    bias.add_(1)
+    assert pack.bias_changed()
+
+
+def test_a_bound_call_has_the_very_key_that_the_executor_knows() -> None:
+    """Equal ones are found, too, but after a comparison of all their fields."""
+    executor = InterpretingExecutor()
+    with runtime.pretend(TARGETS["h100"], executor):
+        nvte(QKV)
+        [call] = bound._CALLS.values()
+        assert any(key is call._forward._key for key in executor._found)  # type: ignore[attr-defined]
+
+
+def test_remembered_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_call, "_KEYS_CAPACITY", 2)
+    with runtime.pretend(TARGETS["h100"], InterpretingExecutor()):
+        for rows in range(3, 8):
+            q = half(1, rows, 1, 8)
+            fusedattn.fused_attention(q, q, q)
+            assert 0 < len(cudnn_call._KEYS) <= 2
+    assert not cudnn_call._KEYS
 
 
 NOT_BOUND: dict[str, Callable[[], Any]] = {

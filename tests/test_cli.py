@@ -142,7 +142,7 @@ def test_a_bench(invoke, tmp_path, limit, status):
 def test_schema():
     result = CliRunner().invoke(cli.app, ["schema"])
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["discriminator"]["mapping"].keys() == {"verify", "bench"}
+    assert json.loads(result.stdout)["discriminator"]["mapping"].keys() == {"verify", "bench", "dispatch"}
 
 
 def test_engines():

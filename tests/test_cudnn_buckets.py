@@ -10,6 +10,8 @@ import fusedattn
 from fusedattn import NVTE_QKV_Layout, runtime
 from fusedattn.calls import attention_request
 from fusedattn.engines.cudnn_buckets import batch_bucket, seqlen_buckets, tokens_bucket
+from fusedattn.engines.cudnn_graph import build
+from fusedattn.engines.cudnn_key import SdpaKey
 from fusedattn.enums import Direction
 from fusedattn.target import TARGETS
 
@@ -99,6 +101,30 @@ def test_separate_lengths_need_at_most_eighty() -> None:
     found = counted(recorder)
     assert 40 <= found[Direction.forward] <= 80
     assert 40 <= found[Direction.backward] <= 80
+
+
+def test_a_ragged_graph_is_always_told_its_tokens() -> None:
+    recorder = Recorder()
+    q, kv = on_meta(40000, 2, 64), on_meta(9000, 2, 2, 64)
+    with runtime.pretend(TARGETS["h100"], recorder):
+        run_both_ways("thd_t2hd", {"q": q, "kv": kv}, [[300, 7], [40, 500]])
+    assert [key.direction for key in recorder.run_keys] == [*Direction]
+    for key in recorder.run_keys:
+        (node,) = build(key).nodes
+        assert (node.params["max_total_seq_len_q"], node.params["max_total_seq_len_kv"]) == (65536, 32768)
+
+
+def test_the_number_of_groups_follows_from_shapes() -> None:
+    """The tensors have no values that could be looked at."""
+
+    def too_large(key: SdpaKey) -> int:
+        return 2**40 if key.tensors[0][1].dim[0] > 4 else 0
+
+    for documents, groups in ((64, 16), (61, 16), (4, 1)):
+        recorder = Recorder(too_large)
+        with runtime.pretend(TARGETS["h100"], recorder):
+            run_both_ways("t3hd", {"qkv": on_meta(5000, 3, 2, 64)}, [[70] * documents])
+        assert len(recorder.runs) == 2 * groups
 
 
 def test_with_a_bias_lengths_stay_exact() -> None:

@@ -73,7 +73,7 @@ REFUSED = {
         "has an unknown output: ['score_max']"),
     "an unknown parameter": (options(DENSE, sliding_window_length=3), False, nothing,
         "has an unknown parameter: ['sliding_window_length']"),
-    "an unknown mask": (options(DENSE, use_causal_mask_bottom_right=True), False, nothing, "unknown parameter"),
+    "an unknown mask": (options(DENSE, use_alibi_mask=True), False, nothing, "unknown parameter"),
     "a parameter of the other direction": (options(DENSE, generate_stats=True), True, nothing, "unknown parameter"),
     "a missing input": (DENSE, True, lambda graph, node: node.inputs.pop("dO"), "has no input ['dO']"),
     "a missing output": (DENSE, False, lambda graph, node: node.outputs.pop("O"), "has no output ['O']"),
@@ -195,6 +195,8 @@ def test_what_is_read() -> None:
     assert (read.attn_scale, read.max_total_q, read.max_total_kv) == (0.4, 64, 64)
     assert read_graph(Handmade(options(DENSE, diagonal_band_right_bound=0)).graph(), 92400).causal
     assert not read_graph(Handmade(DENSE).graph(), 92400).causal
+    corner = read_graph(Handmade(replace(DENSE, causal=True, bottom_right=True)).graph(), 92400)
+    assert (corner.causal, corner.bottom_right, read.bottom_right) == (True, True, False)
 
 
 def test_statistics_that_declare_no_dtype_are_float32() -> None:

@@ -1,6 +1,7 @@
 """What the interpreter computes, against float64, on graphs declared by hand; and how its memory is looked at."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ PROBLEMS = {
     "causal": Problem(causal=True),
     "causal, fewer keys": Problem(s_q=9, s_kv=4, causal=True),
     "causal of several tiles": Problem(b=1, h=1, s_q=300, s_kv=270, causal=True),
+    "bottom right": Problem(causal=True, bottom_right=True),
+    "bottom right, padding": Problem(causal=True, bottom_right=True, lens_q=(5, 1, 3), lens_kv=(6, 7, 4)),
+    "bottom right of several tiles": Problem(b=1, h=1, s_q=150, s_kv=300, causal=True, bottom_right=True),
     "several tiles": Problem(b=1, h=1, s_q=257, s_kv=129),
     "padding": PADDED,
     "padding, sbhd": replace(PADDED, layout="sbhd"),
@@ -208,3 +212,15 @@ def test_dropout_reads_seed_and_offset_from_memory() -> None:
         made.run()
         outs.append(made.tensors["o"].clone())
     assert [torch.equal(outs[0], other) for other in outs[1:]] == [False, False, True]
+
+
+def test_it_shares_no_code_with_what_it_judges() -> None:
+    """But for the key that a run is counted by, and the graph that the executor lets the engine declare."""
+    files = [
+        Path(__file__).with_name(f"cudnn_{name}.py") for name in ("memory", "declared", "sequences", "interpreter")
+    ]
+    found = {line.strip() for file in files for line in file.read_text().splitlines() if "import" in line}
+    assert {line for line in found if "fusedattn" in line} == {
+        "from fusedattn.engines.cudnn_key import SdpaKey",
+        "from fusedattn.engines.cudnn_graph import build",
+    }

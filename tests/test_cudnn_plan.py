@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
+import importlib.metadata
 import json
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from cudnn_baked import Baked, baked_tensors
 from cudnn_calls import HEADLINES, keys_of, packed
 from cudnn_recorder import Recorded, Recorder
 
 from fusedattn import BuildError, runtime
-from fusedattn.engines import cudnn_plan
+from fusedattn.engines import cudnn_library, cudnn_plan
 from fusedattn.engines.cudnn_key import Role, SdpaKey
 from fusedattn.engines.cudnn_plan import compile_plan, kernel_names, load_plan, plan_name
 from fusedattn.enums import Direction
@@ -22,15 +25,21 @@ from fusedattn.target import TARGETS
 # What a user of the GPU paid for; rtx5090 gets kernels of its own from newer libraries, in some problems.
 FORWARD = {
     "a100": ("sm80_flash_fprop_wmma",),
+    "l40s": ("sm80_flash_fprop_wmma",),
     "h100": ("sm90_flash_fprop_wgmma",),
+    "h200": ("sm90_flash_fprop_wgmma",),
     "b200": ("sm100_flash_fprop",),
     "rtx5090": ("sm80_flash_fprop_wmma", "sm120_flash_fprop"),
+    "rtxpro6000": ("sm80_flash_fprop_wmma", "sm120_flash_fprop"),
 }
 BACKWARD = {
     "a100": ("sm80_flash_bprop_wmma",),
+    "l40s": ("sm80_flash_bprop_wmma",),
     "h100": ("sm90_flash_bprop_wgmma",),
+    "h200": ("sm90_flash_bprop_wgmma",),
     "b200": ("sm100_flash_bprop",),
     "rtx5090": ("sm80_flash_bprop_wmma", "sm120_flash_bprop"),
+    "rtxpro6000": ("sm80_flash_bprop_wmma", "sm120_flash_bprop"),
 }
 # There is no other kernel that differentiates a bias there.
 EXCEPTIONS = {("b200", "bias", Direction.backward): ("sm80_flash_bprop_wmma",)}
@@ -75,6 +84,7 @@ def check_baked(key: SdpaKey, blob: bytes) -> None:
         wanted = [] if offsets is None else [str(key.ragged_uids[offsets])]
         assert [each["name"] for each in found.get("isRagged", [])] == wanted
     kernels = data["engine"]["payload"]["kernels"]
+    check_parameters(key, kernels)
     bound = {offset.get("uid") for kernel in kernels for offset in kernel["kernelParams"]["offsets"]}
     assert uids_of_kernels(key) <= bound
     assert data["GPUProfile"]["multiProcessorCount"] == key.target.multiprocessor_count
@@ -82,6 +92,39 @@ def check_baked(key: SdpaKey, blob: bytes) -> None:
         raw = base64.b64decode(kernels[0]["kernelParams"]["rawData"])
         b, h, s_q, d = key.tensor(Role.Q).dim
         assert struct.unpack_from("<8i", raw) == (b, h, h, h, s_q, key.tensor(Role.K).dim[2], d, d)
+
+
+def check_parameters(key: SdpaKey, kernels: list[dict[str, Any]]) -> None:
+    """What kernels are given along with addresses is what was declared, of Q, K and V always."""
+    found = [each for kernel in kernels for each in baked_tensors(kernel, itemsize=2)]
+    for role, tensor in key.tensors:
+        declared = Baked(tensor.dim, tensor.stride)
+        # Kernels have K, and backward V, transposed.
+        swapped = Baked(*((*each[:2], each[3], each[2]) for each in declared))
+        for _, baked in [each for each in found if each[0] == role]:
+            assert any(alike(baked, each) for each in (declared, swapped)), (role, baked, declared)
+    assert {int(role) for role in (Role.Q, Role.K, Role.V)} <= {uid for uid, _ in found}
+
+
+def alike(baked: Baked, declared: Baked) -> bool:
+    """Apart from what no kernel looks at: strides of axes of size 1."""
+    steps = zip(baked.dim, baked.stride, declared.stride, strict=True)
+    return baked.dim == declared.dim and all(size == 1 or one == other for size, one, other in steps)
+
+
+@pytest.mark.parametrize("target", ["a100", "h100", "b200"])
+def test_other_parameters_are_seen(target: str) -> None:
+    """By the check above: a wrong size, a wrong stride, and those of another operand."""
+    for key in keys_of(target, HEADLINES["views of wider tensors"]()).values():
+        kernels = backend_data(compile_plan(key).blob)["engine"]["payload"]["kernels"]
+        check_parameters(key, kernels)
+        (at, (role, tensor)), (_, (_, other)) = ((i, key.tensors[i]) for i in (1, 2))
+        longer = (*tensor.dim[:2], tensor.dim[2] + 1, tensor.dim[3])
+        strided = (*tensor.stride[:2], tensor.stride[2] + 8, 1)
+        for wrong in (tensor._replace(dim=longer), tensor._replace(stride=strided), other):
+            tensors = (*key.tensors[:at], (role, wrong), *key.tensors[at + 1 :])
+            with pytest.raises(AssertionError):
+                check_parameters(replace(key, tensors=tensors), kernels)
 
 
 def uids_of_kernels(key: SdpaKey) -> set[int]:
@@ -123,6 +166,17 @@ def test_a_refusal_holds_the_reason_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
         compile_plan(refused)
 
 
+def test_a_part_of_cudnn_that_does_not_load_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def validate(self) -> None:
+            raise RuntimeError("finalize failed, and code: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED")
+
+    monkeypatch.setattr(cudnn_plan, "build", lambda key: Failing())
+    key = keys_of("h100", HEADLINES["d64"]())[Direction.forward]
+    with pytest.raises(BuildError, match=r"forward plan for h100: finalize failed.*: start a new process, and let"):
+        compile_plan(key)
+
+
 def test_a_graph_that_would_end_the_process_is_not_planned() -> None:
     key = keys_of("h100", HEADLINES["d64"]())[Direction.backward]
     tensors = tuple((role, tensor._replace(dim=(1, 1, 1, tensor.dim[3]))) for role, tensor in key.tensors)
@@ -145,11 +199,30 @@ def test_bytes_that_are_no_plan(blob: bytes) -> None:
         load_plan(TARGETS["a100"], blob)
 
 
+def test_a_plan_for_another_gpu() -> None:
+    blob = compile_plan(keys_of("h100", HEADLINES["d64"]())[Direction.forward]).blob
+    with pytest.raises(BuildError, match="a stored cuDNN plan for b200"):
+        load_plan(TARGETS["b200"], blob)
+
+
+def test_a_plan_is_loaded_by_what_the_device_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = keys_of("h100", HEADLINES["d64"]())[Direction.forward]
+    blob, module, asked = compile_plan(key).blob, cudnn_library.cudnn(), []
+    properties = cudnn_library.device_properties(key.target)
+    monkeypatch.setattr(module, "create_device_properties", lambda device: asked.append(device) or properties)
+    loaded = load_plan(TARGETS["a100"], blob, 3)
+    assert asked == [3]
+    # What ``PlanExecutable`` runs.
+    assert loaded._lowered_graph._execute_with_raw_ptrs
+    assert set(Role) >= {Role(uid) for uid in loaded._variant_pack_uids()} >= {Role.Q, Role.STATS, Role.ATTN_SCALE}
+
+
 def test_kernel_names_of_nothing() -> None:
     assert kernel_names(b"") == ()
 
 
-def test_the_name_has_the_version() -> None:
+def test_the_name_has_the_versions() -> None:
     key = keys_of("h100", HEADLINES["d64"]())[Direction.forward]
     assert plan_name(key).startswith("cudnn 9.")
+    assert f" frontend {importlib.metadata.version('nvidia-cudnn-frontend')} " in plan_name(key)
     assert plan_name(key).endswith(key.text())

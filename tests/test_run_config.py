@@ -48,7 +48,7 @@ def without(field: str) -> str:
     return "".join(line for line in PROBLEM.splitlines(keepends=True) if field not in line)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "verify_cpu", "bench_cpu"])
+@pytest.mark.parametrize("name", ["quickstart", "verify_cpu", "bench_cpu", "bench_dispatch"])
 def test_configs_load(name):
     run = load_run(CONFIGS / f"{name}.yaml")
     assert run.out == f"results/{name}.json"
@@ -64,9 +64,9 @@ REFUSED = {
     "two documents": ("kind: verify\n---\nkind: bench\n", "run.yaml:2: not YAML: but found another document"),
     "control character": ("kind: \x01\n", "run.yaml: not YAML: unacceptable character #x0001"),
     "own alias": ("kind: &a [*a]\n", "run.yaml:1: not YAML: an alias inside its own anchor"),
-    "no kind": ("problems: []\n", "run.yaml: kind: expected verify or bench, which is missing"),
-    "wrong kind": ("kind: benhc\n", "run.yaml:1: kind: expected verify or bench, got 'benhc'; did you mean 'bench'?"),
-    "kind is no text": ("kind: [verify]\n", "run.yaml:1: kind: expected verify or bench, got ['verify']"),
+    "no kind": ("problems: []\n", "run.yaml: kind: expected verify or bench or dispatch, which is missing"),
+    "wrong kind": ("kind: benhc\n", "run.yaml:1: kind: expected verify or bench or dispatch, got 'benhc'; did you mean 'bench'?"),
+    "kind is no text": ("kind: [verify]\n", "run.yaml:1: kind: expected verify or bench or dispatch, got ['verify']"),
     "no problems": ("kind: verify\n", "run.yaml: problems: missing"),
     "problems empty": ("kind: verify\nproblems: []\n", "run.yaml:2: problems: expected to have at least 1 item"),
     "a problem is no mapping": ("kind: verify\nproblems: [3]\n", "run.yaml:2: problems[0]: expected a mapping of name, "),

@@ -198,7 +198,7 @@ def test_the_json_document(tmp_path):
     assert set(document) == {"config", "versions", "machine", "rows"}
     assert document["config"]["problems"][0]["attn_scale"] == "nan"
     assert document["versions"]["torch"] == torch.__version__
-    assert set(document["versions"]) == {"python", "torch", "numpy", "fusedattn"}
+    assert set(document["versions"]) == {"python", "torch", "numpy", "fusedattn", "cudnn_frontend"}
     assert set(document["machine"]) == {"system", "processor", "cores", "torch_threads"}
     assert document["rows"][0] | {"error": "inf", "ok": True, "case": "a: x", "time_ms": 1.5} == document["rows"][0]
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]

@@ -5,7 +5,7 @@ import random
 import stat
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,24 +14,6 @@ from processes import POSIX
 
 from fusedattn.cache import clear_caches
 from fusedattn.store import Store, default_store
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    clear_caches()
-    yield
-    clear_caches()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "blobs"
-
-
-@pytest.fixture
-def store(folder: Path) -> Store:
-    return Store(folder, LIMIT_BYTES)
-
 
 KEYS = ["key", "", "ключ", "\ud800", "a\0b", '{"direction": "forward"}', "k" * 100_000]
 

@@ -5,7 +5,6 @@ import random
 import signal
 import time
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,25 +12,7 @@ import pytest
 from blob_folders import HOUR_S, LIMIT_BYTES, blobs, used_ago
 from processes import POSIX, ended_well, fork
 
-from fusedattn.cache import clear_caches
 from fusedattn.store import Store
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    clear_caches()
-    yield
-    clear_caches()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "blobs"
-
-
-@pytest.fixture
-def store(folder: Path) -> Store:
-    return Store(folder, LIMIT_BYTES)
 
 
 def content_of(number: int) -> bytes:

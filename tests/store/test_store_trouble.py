@@ -16,23 +16,6 @@ from fusedattn.cache import clear_caches
 from fusedattn.store import Store
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    clear_caches()
-    yield
-    clear_caches()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "blobs"
-
-
-@pytest.fixture
-def store(folder: Path) -> Store:
-    return Store(folder, LIMIT_BYTES)
-
-
 def failing(code: int) -> Callable[..., object]:
     def fail(*args: object, **kwargs: object) -> object:
         raise OSError(code, os.strerror(code))
