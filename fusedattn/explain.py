@@ -83,8 +83,9 @@ def _notes(plan: Plan) -> Iterator[str]:
     masks = spec.format.ragged or spec.mask_type is not NVTE_Mask_Type.NVTE_NO_MASK or spec.bias is not None
     if plan.engine is Engine.cudnn and masks:
         yield (
-            "K or V that are not finite past the end of a sequence, or at a key that mask or bias rule out, make rows "
-            "NaN that read them in a tile of up to 128 keys, since cuDNN multiplies them by 0."
+            "K or V that are not finite past the end of a sequence, such as those of the next one in a thd layout, or "
+            "at a key that mask or bias rule out, make rows NaN that read them in a tile of up to 128 keys, since "
+            "cuDNN multiplies them by 0; in backward so do Q and dO under a causal mask."
         )
     if plan.engine is not None and spec.dropout:
         yield f"The dropout pattern is that of the {plan.engine.word} engine; others drop other probabilities."

@@ -120,8 +120,9 @@ def test_computes_nothing_and_draws_no_random_numbers() -> None:
 SHAPE = (2, 16, 2, 64)
 BIAS = torch.zeros(1, 2, 16, 16)
 NOT_FINITE = (
-    "K or V that are not finite past the end of a sequence, or at a key that mask or bias rule out, make rows NaN "
-    "that read them in a tile of up to 128 keys, since cuDNN multiplies them by 0."
+    "K or V that are not finite past the end of a sequence, such as those of the next one in a thd layout, or at a "
+    "key that mask or bias rule out, make rows NaN that read them in a tile of up to 128 keys, since cuDNN multiplies "
+    "them by 0; in backward so do Q and dO under a causal mask."
 )
 PATTERN = "The dropout pattern is that of the {} engine; others drop other probabilities."
 WIDE = "wide dBias: the gradient of a bias must be float16 or bfloat16, got [1, 2, 16, 16] of float32"
