@@ -20,6 +20,7 @@ from fusedattn.engines import cudnn_library, cudnn_plan
 from fusedattn.engines.cudnn_key import Role, SdpaKey
 from fusedattn.engines.cudnn_plan import compile_plan, kernel_names, load_plan, plan_name
 from fusedattn.enums import Direction
+from fusedattn.rules_cudnn import library_version
 from fusedattn.target import TARGETS
 
 # What a user of the GPU paid for; rtx5090 gets kernels of its own from newer libraries, in some problems.
@@ -98,6 +99,9 @@ def check_parameters(key: SdpaKey, kernels: list[dict[str, Any]]) -> None:
     """What kernels are given along with addresses is what was declared, of Q, K and V always."""
     found = [each for kernel in kernels for each in baked_tensors(kernel, itemsize=2)]
     for role, tensor in key.tensors:
+        if role is Role.BIAS and library_version() < (9, 24):
+            # Before, a broadcast batch was baked as B of stride 0, and float32 in steps of 2 bytes.
+            continue
         declared = Baked(tensor.dim, tensor.stride)
         # Kernels have K, and backward V, transposed.
         swapped = Baked(*((*each[:2], each[3], each[2]) for each in declared))
