@@ -37,3 +37,12 @@ class Rule(NamedTuple):
     reason: str
     got: Callable[[AttentionSpec], str]
     kind: RuleKind
+
+
+CUDA_DEVICE = Rule(
+    "device",
+    lambda spec: spec.target is not None,
+    "needs tensors on a CUDA device",
+    lambda spec: str(spec.device),
+    RuleKind.refused_by_library,
+)

@@ -10,7 +10,7 @@ import importlib.util
 import torch
 
 from fusedattn.enums import Engine
-from fusedattn.rule import Rule, RuleKind
+from fusedattn.rule import CUDA_DEVICE, Rule, RuleKind
 from fusedattn.rules_cudnn import CUDNN_ROWS, package_fault
 from fusedattn.spec import AttentionSpec, dtype_word
 
@@ -30,20 +30,13 @@ def _no_float8(spec: AttentionSpec) -> bool:
 
 
 _FP8 = Rule("FP8", _no_float8, "FP8 is not offered yet", _dtype_words, RuleKind.guarded_by_us)
-_CUDA_DEVICE = Rule(
-    "device",
-    lambda spec: spec.target is not None,
-    "needs tensors on a CUDA device",
-    lambda spec: str(spec.device),
-    RuleKind.refused_by_library,
-)
 
 RULES: dict[Engine, tuple[Rule, ...]] = {
     Engine.cudnn: (_FP8, *CUDNN_ROWS),
     Engine.cuda: (
         Rule("release", lambda spec: False, _NOT_HERE, lambda spec: "engine 'cuda'", RuleKind.guarded_by_us),
         _FP8,
-        _CUDA_DEVICE,
+        CUDA_DEVICE,
     ),
     Engine.torch: (
         _FP8,

@@ -16,7 +16,7 @@ import torch
 
 from fusedattn.cache import on_clear
 from fusedattn.enums import Direction
-from fusedattn.rule import Rule, RuleKind
+from fusedattn.rule import CUDA_DEVICE, Rule, RuleKind
 from fusedattn.spec import AttentionSpec, dtype_word
 
 PACKAGE = "nvidia-cudnn-frontend"
@@ -137,13 +137,7 @@ CUDNN_ROWS = (
         lambda spec: package_fault() or "it",
         _REFUSED,
     ),
-    Rule(
-        "device",
-        lambda spec: spec.target is not None,
-        "needs tensors on a CUDA device",
-        lambda spec: str(spec.device),
-        _REFUSED,
-    ),
+    CUDA_DEVICE,
     Rule(
         "compute capability",
         lambda spec: spec.target is None or _major(spec) >= 8,

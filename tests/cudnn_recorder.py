@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fusedattn.engines.cudnn_key import Role, SdpaKey
+from fusedattn.engines.cudnn_key import SdpaKey
 
 
 @dataclass
@@ -43,11 +43,7 @@ class Recorded:
 
     @property
     def uids(self) -> tuple[int, ...]:
-        key = self.key
-        lengths = (Role.SEQ_LEN_Q, Role.SEQ_LEN_KV) if key.padding else ()
-        seeds = (Role.SEED, Role.OFFSET) if key.dropout else ()
-        roles = [role for role, _ in key.tensors]
-        return tuple(sorted([*roles, *lengths, *seeds, Role.ATTN_SCALE, *key.ragged_uids.values()]))
+        return self.key.uids
 
     def run(self, tensors: Sequence[Tensor], workspace: Tensor | None) -> None:
         assert (workspace is None) == (self.workspace_bytes == 0)

@@ -26,6 +26,7 @@ from fusedattn.engines.cudnn_operands import (
     has_effective_bias,
     host_scalar,
     readable,
+    without_memory,
     writable,
     write_back,
 )
@@ -249,10 +250,7 @@ class CudnnEngine:
 
 
 def _without_memory(call: Call) -> dict[Role, Tensor]:
-    """A call's tensors as far as a key knows them."""
-    return {
-        role: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for role, x in call.tensors.items()
-    }
+    return {role: without_memory(tensor) for role, tensor in call.tensors.items()}
 
 
 def _is_empty(problem: Problem) -> bool:

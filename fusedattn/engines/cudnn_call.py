@@ -161,7 +161,7 @@ class Call(NamedTuple):
     def part_bytes(self, part: Part) -> int:
         """Bytes of a part's tensors, which its workspace is measured by; of T the power of 2 that is not above it."""
         problem = self.problem
-        total = 0.0
+        total = 0
         for role in self.tensors:
             tensor = self.slice(role, part)
             whole = tensor.numel() * tensor.element_size()
@@ -169,7 +169,7 @@ class Call(NamedTuple):
                 side = problem.lengths.kv if role in _KV_SIDE else problem.lengths.q
                 whole = whole // side.rows * min(_tokens_floor(side.rows), len(part.batches) * side.max_seqlen)
             total += whole
-        return int(total)
+        return total
 
     def parts(self, batch: int, heads: int) -> Iterator[Part]:
         """The call in parts of ``batch`` sequences and ``heads`` heads; the last ones may be smaller."""

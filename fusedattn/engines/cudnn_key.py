@@ -149,6 +149,21 @@ class SdpaKey:
         needed = dict.fromkeys(self.ragged_of(role) for role, _ in self.tensors)
         return {offsets: FIRST_RAGGED_UID + i for i, offsets in enumerate(o for o in needed if o is not None)}
 
+    @property
+    def uids(self) -> tuple[int, ...]:
+        """Uids of the tensors that the graph takes, ascending; ATTN_SCALE among them.
+
+        Example:
+            >>> from fusedattn.target import TARGETS
+            >>> q = TensorKey((2, 4, 64, 32), (8192, 32, 128, 1), "bfloat16")
+            >>> SdpaKey(TARGETS["h100"], Direction.forward, ((Role.Q, q), (Role.K, q)), padding=True).uids
+            (1, 2, 7, 8, 11)
+        """
+        lengths = (Role.SEQ_LEN_Q, Role.SEQ_LEN_KV) if self.padding else ()
+        seeds = (Role.SEED, Role.OFFSET) if self.dropout else ()
+        roles = [role for role, _ in self.tensors]
+        return tuple(sorted(map(int, (*roles, *lengths, *seeds, Role.ATTN_SCALE, *self.ragged_uids.values()))))
+
     def text(self) -> str:
         """The key as one line of JSON, for stores and manifests; of the target only its fingerprint."""
         written = {

@@ -66,6 +66,11 @@ def write_back(target: Tensor, written: Tensor) -> None:
         target.copy_(written)
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device of the same shape, strides and dtype: all that a key knows of one."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _copy(tensor: Tensor) -> Tensor:
     # What has no memory stands for a call that is not made.
     COUNTERS["copies"] += not tensor.is_meta

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusedattn.cache import BuildCache
-from fusedattn.engines.cudnn_key import Role, SdpaKey
+from fusedattn.engines.cudnn_key import SdpaKey
 
 # A plan wants some, which is an allocation a call; how much does not matter.
 _WORKSPACE_BYTES = 16384
@@ -41,7 +41,7 @@ class HandedOver:
 
     def __init__(self, key: SdpaKey, executor: HandOver) -> None:
         self._key, self._executor = key, executor
-        self.uids = uids_of(key)
+        self.uids = key.uids
         self._lock = threading.Lock()
         self._addresses = (ctypes.c_void_p * len(self.uids))()
 
@@ -58,29 +58,3 @@ class HandedOver:
 
 def _take(addresses: int, count: int, workspace: int) -> None:
     """Stand for the call into cuDNN."""
-
-
-def uids_of(key: SdpaKey) -> tuple[int, ...]:
-    """Uids of the tensors that a graph takes, ascending.
-
-    Args:
-        key: The graph.
-
-    Returns:
-        The uids.
-
-    Raises:
-        Nothing.
-
-    Example:
-        >>> from fusedattn.engines.cudnn_key import TensorKey
-        >>> from fusedattn.enums import Direction
-        >>> from fusedattn.target import TARGETS
-        >>> q = TensorKey((2, 4, 64, 32), (8192, 32, 128, 1), "bfloat16")
-        >>> uids_of(SdpaKey(TARGETS["h100"], Direction.forward, ((Role.Q, q), (Role.K, q)), padding=True))
-        (1, 2, 7, 8, 11)
-    """
-    lengths = (Role.SEQ_LEN_Q, Role.SEQ_LEN_KV) if key.padding else ()
-    seeds = (Role.SEED, Role.OFFSET) if key.dropout else ()
-    roles = [role for role, _ in key.tensors]
-    return tuple(sorted(map(int, (*roles, *lengths, *seeds, Role.ATTN_SCALE, *key.ragged_uids.values()))))

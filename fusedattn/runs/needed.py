@@ -14,6 +14,7 @@ from fusedattn import runtime
 from fusedattn.calls import attention_request
 from fusedattn.engines.cudnn import CudnnEngine
 from fusedattn.engines.cudnn_key import Role, SdpaKey
+from fusedattn.engines.cudnn_operands import without_memory
 from fusedattn.engines.self_test_problem import Canned, Family, computed, kept
 from fusedattn.enums import Direction, Engine, NVTE_QKV_Layout
 from fusedattn.errors import BuildError, EngineRefusal
@@ -158,12 +159,8 @@ def _without_memory(geometry: Geometry, folder: Path, path: str) -> Case:
         with torch.device("meta"):
             return build(geometry, folder, path=path).case
     case = build(geometry, folder, path=path).case
-    changes: dict[str, Any] = {name: _like(x) for name, x in vars(case).items() if isinstance(x, Tensor)}
-    return replace(case, operands=tuple(map(_like, case.operands)), **changes)
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    changes: dict[str, Any] = {name: without_memory(x) for name, x in vars(case).items() if isinstance(x, Tensor)}
+    return replace(case, operands=tuple(map(without_memory, case.operands)), **changes)
 
 
 def _maker(geometry: Geometry, case: Case, direction: Direction, target: DeviceTarget) -> Callable[[Recorder], None]:
