@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedattn import arguments
 from fusedattn.autograd import attend, attend_bound
 from fusedattn.bound import bind, bound_call, signature_of
-from fusedattn.calls import attention_request, fresh_rng_state, layout_for
+from fusedattn.calls import attention_request, layout_for
 from fusedattn.runtime import resolve
 
 
@@ -55,8 +55,7 @@ def call_attention(
     if bound is not None:
         scale = bound.attn_scale if attn_scale is None else attn_scale
         values = tuple(operands.values())
-        if bound.dropout and rng_state is None:
-            rng_state = fresh_rng_state(values[0].device)
+        rng_state = bound.rng_state(rng_state, values[0])
         out, lse = attend_bound(bound, scale, (bias, cu_seqlens_q, cu_seqlens_kv, rng_state), values)
         return (out, lse) if return_lse else out
     arguments.flag("return_lse", return_lse)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedattn.cache import on_clear
+from fusedattn.calls import fresh_rng_state
 from fusedattn.devices import engine_on, is_gpu
 from fusedattn.engines.base import BoundForward, Problem
 from fusedattn.enums import Engine
@@ -58,6 +59,10 @@ class BoundCall:
         # Without tensors, which would live as long as this.
         self._lengths_act = tuple(side.cu_seqlens is not None for side in lengths[1:])
         self._lengths = Lengths(lengths.batch, *(side._replace(cu_seqlens=None) for side in lengths[1:]))
+
+    def rng_state(self, given: Tensor | None, first: Tensor) -> Tensor | None:
+        """The caller's ``rng_state``, or a new one where dropout wants one and none came; ``first`` is an operand."""
+        return fresh_rng_state(first.device) if self.dropout and given is None else given
 
     def compute(
         self, operands: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...], attn_scale: float
@@ -167,7 +172,7 @@ def bind(
         Nothing.
     """
     engine = resolved.plan.chosen()
-    if engine is Engine.torch or settings().validate_values or (request.dropout and request.rng_state is None):
+    if engine is Engine.torch or settings().validate_values:
         return
     problem = problem_of(request, resolved.plan, resolved.lengths)
     view = logical(resolved.plan.spec.format.format, out)

@@ -125,8 +125,9 @@ def run_forward(
     if bound is not None:
         attn_scale: Any = words.attn_scale
         cu_seqlens: Any = lengths[:2]
-        tensors = (bias, *cu_seqlens, rng_state)
-        result, lse = bound.compute(tuple(operands.values()), tensors, attn_scale)
+        values = tuple(operands.values())
+        rng_state = bound.rng_state(rng_state, values[0])
+        result, lse = bound.compute(values, (bias, *cu_seqlens, rng_state), attn_scale)
         return result, bound_pack(bound, lse, bias, rng_state, is_training, attn_scale)
     arguments.optional_tensor("S", s_scale)
     pack = checked_pack("Aux_Output_Tensors", NVTETensorPack() if pack is None else pack)

@@ -44,6 +44,10 @@ def fused_attention_thd(qkv: torch.Tensor, **more: Any) -> Any:
     return fusedattn.fused_attention(q, k, v, **more)
 
 
+def fused_dropout(q: torch.Tensor) -> Any:
+    return fusedattn.fused_attention(q, K, K, dropout=0.25, return_lse=True)
+
+
 def tensors_of(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
@@ -60,6 +64,8 @@ FUNCTIONS: dict[str, Callable[[int], Any]] = {
     "nvte NaN scale": lambda i: nvte(QKV, scale=float("nan")),
     "nvte dropout": lambda i: nvte(QKV + i, p=0.25, rng_state=RNG + i),
     "nvte rng_state without dropout": lambda i: nvte(QKV + i, rng_state=RNG + i),
+    "nvte dropout of a state that is drawn": lambda i: nvte(QKV + i, p=0.25),
+    "dense dropout of a state that is drawn": lambda i: fused_dropout(Q + i),
     "nvte inference": lambda i: nvte(QKV + i, is_training=False),
     "nvte bias": lambda i: nvte(QKV, bias=half(1, 2, 8, 8), bias_type="post_scale_bias"),
     "dense": lambda i: fusedattn.fused_attention(Q + i, K, K, attn_scale=0.25 + i, return_lse=True),
